@@ -1,0 +1,110 @@
+"""Grouped expert GEMMs (gate, up, SwiGLU, down) of one expert-parallel rank.
+
+Baseline: launch floor + smooth maximum of (arithmetic on rows padded to tiles, reading the active experts' weights, one
+tile's serial time) + rows gathered, scattered and activated, but never faster than the power limit allows + routing
+work over the tokens seen inside the timed region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from costmodels.features import Columns, Operation, Parameter, smooth_max
+
+ELEMENT_BYTES = 2.0
+TILE_ROWS = 128.0
+FUSED_EXPERTS = 128
+
+
+def _baseline(c: Columns, p: Mapping[str, float]) -> np.ndarray:
+    hidden, inter, rows = c["hidden_size"], c["inter_size"], c["rows"]
+    # Rows of an expert are padded to the kernel's tile, of which part is skipped: a fitted mix of both.
+    padded = rows + p["padding_share"] * np.maximum(c["padded_rows"] - rows, 0.0)
+    padded = padded + p["hot_share"] * c["max_rows"]
+    compute = 6.0 * padded * hidden * inter / (p["compute_tflops"] * 1e6)
+    weights = 3.0 * ELEMENT_BYTES * c["active_experts"] * hidden * inter / (p["weight_gbps"] * 1e3)
+    serial = p["serial_us"] * (hidden + inter) / 4096.0
+    moved = rows * (p["row_ns"] + p["row_hidden_ns"] * hidden / 1024.0 + p["row_inter_ns"] * inter / 1024.0) / 1e3
+    burst = smooth_max(compute, weights, serial, sharpness=1.0 + p["sharpness"]) + moved
+    # Where arithmetic leaves no pauses, the power limit sets the rate, whatever the tensor cores could do for a while.
+    sustained = compute * p["compute_tflops"] / p["sustained_tflops"]
+    return _floor(c, p) + smooth_max(burst, sustained, sharpness=8.0) + _routing(c, p)
+
+
+def _routing(c: Columns, p: Mapping[str, float]) -> np.ndarray:
+    """Microseconds of choosing experts, permuting and finalizing, where the timed region holds them."""
+    tokens, experts = c["router_tokens"], c["num_experts"]
+    # Fused routing kernels end at 128 experts; beyond, separate kernels sort every token over all experts.
+    unfused = np.where(experts > FUSED_EXPERTS, 1.0, 0.0)
+    per_token = p["token_hidden_ns"] * c["hidden_size"] / 1024.0 + unfused * p["unfused_ns"] * experts / 256.0
+    return tokens * per_token / 1e3 + np.where(tokens > 0, unfused * p["unfused_us"], 0.0)
+
+
+def _floor(c: Columns, p: Mapping[str, float]) -> np.ndarray:
+    return p["floor_us"] + p["expert_us"] * c["local_experts"]
+
+
+def _derive(c: Columns) -> Columns:
+    hidden, inter, rows, local = c["hidden_size"], c["inter_size"], c["rows"], c["local_experts"]
+    active = np.minimum(c["active_experts"], local)
+    return {
+        "log_rows": np.log(rows),
+        "rows_per_expert": np.log(rows / active),
+        "rows_per_local_expert": np.log(rows / local),
+        "padding": c["padded_rows"] / rows,
+        "skew": np.log(c["max_rows"] * active / rows),
+        "active_share": active / local,
+        "log_active": np.log(active),
+        "log_max_rows": np.log(c["max_rows"]),
+        "log_local_experts": np.log(local),
+        "log_num_experts": np.log(c["num_experts"]),
+        "ranks": np.log(c["num_experts"] / local),
+        "log_hidden": np.log(hidden),
+        "log_inter": np.log(inter),
+        "log_tiles": np.log(c["padded_rows"] / TILE_ROWS * np.ceil(inter / 64.0)),
+        "log_intensity": np.log(rows * hidden * inter / (active * hidden * inter + rows * (hidden + inter))),
+        "log_weight_bytes": np.log(active * hidden * inter),
+    }
+
+
+EXPERTS = Operation(
+    name="experts",
+    features={
+        "rows": "routed (token, expert) pairs on this rank",
+        "active_experts": "local experts with at least one row",
+        "padded_rows": "rows, each expert's count rounded up to 128",
+        "max_rows": "rows of the hottest local expert",
+        "local_experts": "experts held by this rank",
+        "hidden_size": "elements",
+        "inter_size": "elements, after expert tensor parallelism",
+        "router_tokens": "tokens routed inside the timed region",
+        "num_experts": "experts of the layer",
+    },
+    shape=("local_experts", "hidden_size", "inter_size", "num_experts"),
+    family=("hidden_size", "num_experts"),
+    size=("router_tokens", "rows"),
+    parameters={
+        "floor_us": Parameter(20.0, "us"),
+        "expert_us": Parameter(0.05, "us per local expert"),
+        "compute_tflops": Parameter(800.0, "TFLOP/s", -1),
+        "sustained_tflops": Parameter(780.0, "TFLOP/s under the power limit", -1),
+        "padding_share": Parameter(0.7, "share of padded rows that cost like real ones", 0),
+        "hot_share": Parameter(0.02, "share of the hottest expert's rows that run alone", 0),
+        "weight_gbps": Parameter(4000.0, "GB/s", -1),
+        "serial_us": Parameter(5.0, "us per 4096 elements of depth"),
+        "row_ns": Parameter(1.0, "ns per row"),
+        "row_hidden_ns": Parameter(2.5, "ns per row and 1024 hidden elements"),
+        "row_inter_ns": Parameter(0.5, "ns per row and 1024 inner elements"),
+        "token_hidden_ns": Parameter(0.5, "ns per routed token and 1024 hidden elements"),
+        "unfused_ns": Parameter(12.0, "ns per routed token with 256 experts, beyond 128 experts"),
+        "unfused_us": Parameter(20.0, "us, beyond 128 experts"),
+        "sharpness": Parameter(2.0, "exponent of the smooth maximum, less 1", 0),
+    },
+    baseline=_baseline,
+    derive=_derive,
+    floor=_floor,
+    dimensionless=("rows_per_expert", "padding", "skew", "active_share", "log_tiles", "log_intensity", "ranks"),
+    zero_allowed=frozenset({"router_tokens"}),
+)

@@ -1,0 +1,45 @@
+"""The knobs of fitting, one frozen set for the whole package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FitParams:
+    """Hold the knobs of :func:`costmodels.fit_cost_model`."""
+
+    seed: int = 0
+    """Seed of the trees (their fit is deterministic all the same)."""
+    folds: int = 5
+    """Parts of the grouped validation."""
+    attention_backward_factor: float = 2.5
+    """Backward over forward time of the attention core, used only where backward was not measured."""
+    gemm_backward_factor: float = 2.0
+    """The same for dense and expert GEMMs: two products of the forward's size."""
+    num_trees: int = 300
+    num_leaves: int = 31
+    learning_rate: float = 0.1
+    min_rows: int = 20
+    """Fewer measured rows than this are priced by the physics baseline alone."""
+    small_rows: int = 300
+    """Below this the trees have 8 leaves and are shrunk strongly."""
+    unseen_trees: int = 150
+    """Trees of the model for shapes that were never timed."""
+    baseline_rows: int = 4000
+    """Rows used at most by the baseline's fit; an even sample of the time-sorted rows stands for more."""
+    baseline_pull: float = 0.02
+    """Weight of the pull to the scaled defaults, per unit of log; one row's log error of this size weighs the same."""
+    soft_l1_scale: float = 0.05
+    """Log error at which the baseline's loss turns from square to absolute."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("folds", 2), ("num_trees", 1), ("num_leaves", 2), ("min_rows", 10), ("small_rows", 0),
+                            ("unseen_trees", 1), ("baseline_rows", 20), ("seed", 0)):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not value >= least:
+                raise ValueError(f"Expected {name} to be an integer >= {least}, got {value!r}.")
+        for name, most in (("attention_backward_factor", 100.0), ("gemm_backward_factor", 100.0),
+                           ("learning_rate", 1.0), ("baseline_pull", 10.0), ("soft_l1_scale", 10.0)):  # fmt: skip
+            if not 0 < getattr(self, name) <= most:
+                raise ValueError(f"Expected 0 < {name} <= {most:g}, got {getattr(self, name)!r}.")

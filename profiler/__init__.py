@@ -1,0 +1,30 @@
+"""Floor 1, time it: model and hardware facts, cases, backends, measurements."""
+
+from __future__ import annotations
+
+from profiler.device import DeviceFingerprint, Match, compare_fingerprints, fingerprint_device
+from profiler.errors import RoutePackError
+from profiler.measurements import Measurements
+from profiler.model_spec import SHIPPED_MODELS, ModelSpec, load_model
+from profiler.observer import Observer
+from profiler.params import ProfileParams
+from profiler.published import import_published
+from profiler.sweep import profile_device
+from profiler.topology import Topology
+
+__all__ = [
+    "SHIPPED_MODELS",
+    "DeviceFingerprint",
+    "Match",
+    "Measurements",
+    "ModelSpec",
+    "Observer",
+    "ProfileParams",
+    "RoutePackError",
+    "Topology",
+    "compare_fingerprints",
+    "fingerprint_device",
+    "import_published",
+    "load_model",
+    "profile_device",
+]

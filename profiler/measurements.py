@@ -1,0 +1,155 @@
+"""Measurements: one row a case, plain numpy columns, kept as one Parquet file.
+
+Invariants: all columns have one length; feature columns are int64 and 0 where they are not of the row's operation;
+``time_us`` is NaN unless ``status`` is ``ok``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiler.cases import FEATURE_COLUMNS
+from profiler.errors import RoutePackError
+from profiler.files import canonical_json, write_bytes
+
+SCHEMA_VERSION = 1
+FILE_NAME = "measurements.parquet"
+STATUSES = ("ok", "oom", "unsupported", "failed")
+TEXT_COLUMNS = ("case_id", "op", "direction", "status", "message", "source", "kernel", "dtype", "pattern", "flag")
+TIME_COLUMNS = ("time_us", "spread_us")
+COLUMNS = (*TEXT_COLUMNS, *TIME_COLUMNS, "repeats_us", *FEATURE_COLUMNS)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Hold measured or published times and where they come from.
+
+    ``rows`` maps every name of ``COLUMNS`` to a vector; ``repeats_us`` is a vector of float64 vectors (raw samples,
+    empty where only a summary was published). ``meta`` holds ``schema_version``, ``fingerprint``, ``model``,
+    ``topology``, ``params``, ``provenance`` and ``backward`` (``measured`` or ``absent``).
+    """
+
+    rows: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        missing = [name for name in COLUMNS if name not in self.rows]
+        if missing:
+            raise ValueError(f"Expected every column of COLUMNS, missing {missing}.")
+        if len({len(column) for column in self.rows.values()}) > 1:
+            raise ValueError("Expected columns of one length.")
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows["case_id"])
+
+    def select(self, **equals: str | int) -> Measurements:
+        """Return the rows whose columns equal the given values, as ``select(op="experts", status="ok")``."""
+        keep = np.ones(len(self), dtype=bool)
+        for name, value in equals.items():
+            keep &= self.rows[name] == value
+        return self.take(keep)
+
+    def take(self, index: np.ndarray) -> Measurements:
+        """Return the rows of a boolean mask or of positions."""
+        return Measurements({name: column[index] for name, column in self.rows.items()}, self.meta)
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Mapping[str, Any]], meta: dict[str, Any]) -> Measurements:
+        """Build the columns from one mapping a row; absent features are 0, absent text is empty."""
+        listed = list(rows)
+        columns: dict[str, Any] = {name: [row.get(name, "") for row in listed] for name in TEXT_COLUMNS}
+        columns |= {name: [_number(row.get(name)) for row in listed] for name in TIME_COLUMNS}
+        columns |= {name: [row.get(name, 0) for row in listed] for name in FEATURE_COLUMNS}
+        columns["repeats_us"] = [row.get("repeats_us", ()) for row in listed]
+        return cls.from_columns(columns, meta)
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any], meta: dict[str, Any]) -> Measurements:
+        """Build the plain columns from sequences of any kind."""
+        rows: dict[str, np.ndarray] = {name: np.asarray(columns[name], dtype=str) for name in TEXT_COLUMNS}
+        rows |= {name: np.asarray(columns[name], dtype=np.float64) for name in TIME_COLUMNS}
+        rows |= {name: np.asarray(columns[name], dtype=np.int64) for name in FEATURE_COLUMNS}
+        rows["repeats_us"] = _ragged(columns["repeats_us"])
+        return cls({name: rows[name] for name in COLUMNS}, meta)
+
+    def save(self, path: Path | str) -> Path:
+        """Write one Parquet file, whole or not at all; a folder gets ``measurements.parquet``. Return its path."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = Path(path)
+        if path.is_dir() or path.suffix != ".parquet":
+            path = path / FILE_NAME
+        arrays = {name: pa.array(self.rows[name]) for name in COLUMNS if name != "repeats_us"}
+        arrays["repeats_us"] = pa.array(list(self.rows["repeats_us"]), type=pa.list_(pa.float64()))
+        meta = {**self.meta, "schema_version": SCHEMA_VERSION}
+        table = pa.table(arrays).replace_schema_metadata({b"routepack": canonical_json(meta).encode()})
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd")
+        write_bytes(path, sink.getvalue().to_pybytes())
+        return path
+
+    @classmethod
+    def load(cls, path: Path | str) -> Measurements:
+        """Read a Parquet file, or the ``measurements.parquet`` of a folder.
+
+        Raises
+        ------
+        RoutePackError
+            If the file is missing, damaged, not of this project, or of a newer schema.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = Path(path)
+        if path.is_dir():
+            path = path / FILE_NAME
+        if not path.is_file():
+            raise RoutePackError(f"Measurements not found: {path}. Run `routepack profile` first.")
+        try:
+            table = pq.read_table(path)
+            meta = json.loads((table.schema.metadata or {})[b"routepack"])
+        except KeyError:
+            raise RoutePackError(
+                f"{path} is a Parquet file, but not of measurements. Give the --out of `routepack profile`."
+            ) from None
+        except (pa.ArrowException, OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise RoutePackError(
+                f"Measurements {path} are damaged ({reason}). Run `routepack profile` again."
+            ) from None
+        _check_schema(path, meta, table.column_names)
+        columns = {name: table.column(name).to_numpy() for name in COLUMNS}
+        return cls.from_columns(columns, meta)
+
+
+def _check_schema(path: Path, meta: Mapping[str, Any], names: Sequence[str]) -> None:
+    version = meta.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise RoutePackError(
+            f"Measurements {path} have schema_version {version}, this version reads {SCHEMA_VERSION}. "
+            "Update routepack-tune, or run `routepack profile` again."
+        )
+    missing = [name for name in COLUMNS if name not in names]
+    if missing:
+        raise RoutePackError(
+            f"Measurements {path} lack the columns {', '.join(missing)}. Run `routepack profile` again."
+        )
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else float(value)
+
+
+def _ragged(samples: Sequence[Sequence[float]]) -> np.ndarray:
+    column = np.empty(len(samples), dtype=object)
+    for i, sample in enumerate(samples):
+        column[i] = np.asarray(sample, dtype=np.float64)
+    return column

@@ -1,0 +1,206 @@
+"""Facts of an MoE model that decide its training time, read from a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from profiler.errors import RoutePackError
+from profiler.files import content_hash, read_json
+
+SHIPPED_MODELS = {
+    "Qwen3-30B-A3B": "qwen3-30b-a3b.json",
+    "Qwen3-235B-A22B": "qwen3-235b-a22b.json",
+    "DeepSeek-V3": "deepseek-v3.json",
+    "gpt-oss-20b": "gpt-oss-20b.json",
+    "Mixtral-8x7B": "mixtral-8x7b.json",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Hold the shape of one MoE transformer.
+
+    Tuples run over the hidden layers: ``windows[i]`` is the sliding window of layer i in tokens (0: full attention),
+    ``moe_layers[i]`` tells whether layer i has routed experts.
+    """
+
+    name: str
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    attention: str
+    """``gqa`` (grouped-query) or ``mla`` (multi-head latent)."""
+    q_lora_rank: int
+    """Rank of the query's down-projection (MLA); 0 where queries are projected directly."""
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    num_experts: int
+    top_k: int
+    moe_intermediate_size: int
+    shared_intermediate_size: int
+    """Width of all shared experts together; 0 without."""
+    dense_intermediate_size: int
+    """Width of the feed-forward of layers without experts."""
+    windows: tuple[int, ...]
+    moe_layers: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        for field in ("hidden_size", "num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim",
+                      "num_experts", "top_k", "moe_intermediate_size"):  # fmt: skip
+            if not getattr(self, field) >= 1:
+                raise ValueError(f"Expected {field} >= 1, got {getattr(self, field)}.")
+        if self.attention not in ("gqa", "mla"):
+            raise ValueError(f"Expected attention 'gqa' or 'mla', got {self.attention!r}.")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"Expected top_k <= num_experts = {self.num_experts}, got {self.top_k}.")
+        if len(self.windows) != len(self.moe_layers) or not any(self.moe_layers):
+            raise ValueError("Expected one window and one MoE mark per layer, and at least one MoE layer.")
+
+    @property
+    def num_layers(self) -> int:
+        """Hidden layers."""
+        return len(self.windows)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with routed experts: the L of ``expert_counts [N, L, E]``."""
+        return sum(self.moe_layers)
+
+    @property
+    def spec_hash(self) -> str:
+        """SHA-256 of all fields but the name: equal shapes, equal hash."""
+        return content_hash({k: v for k, v in asdict(self).items() if k != "name"})
+
+    def attention_projections(self, tensor_parallel: int = 1) -> tuple[tuple[int, int], ...]:
+        """Return the (n, k) of the dense GEMMs around the attention core on one tensor-parallel rank."""
+        hidden, heads = self.hidden_size, max(1, self.num_attention_heads // tensor_parallel)
+        out = (hidden, heads * self.v_head_dim)
+        if self.attention == "gqa":
+            kv_heads = max(1, self.num_key_value_heads // tensor_parallel)
+            return ((heads * self.qk_head_dim + kv_heads * (self.qk_head_dim + self.v_head_dim), hidden), out)
+        nope = self.qk_head_dim - self.qk_rope_head_dim
+        down_kv = (self.kv_lora_rank + self.qk_rope_head_dim, hidden)
+        up_kv = (heads * (nope + self.v_head_dim), self.kv_lora_rank)
+        if self.q_lora_rank == 0:
+            return ((heads * self.qk_head_dim, hidden), down_kv, up_kv, out)
+        return ((self.q_lora_rank, hidden), (heads * self.qk_head_dim, self.q_lora_rank), down_kv, up_kv, out)
+
+    def feed_forward(self, width: int, tensor_parallel: int = 1) -> tuple[tuple[int, int], ...]:
+        """Return the (n, k) of a dense SwiGLU feed-forward of ``width`` on one tensor-parallel rank."""
+        if width == 0:
+            return ()
+        local = max(1, width // tensor_parallel)
+        return ((2 * local, self.hidden_size), (self.hidden_size, local))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str) -> ModelSpec:
+        """Read a Hugging Face configuration (Qwen3-MoE, DeepSeek-V2/V3, gpt-oss, Mixtral and kin).
+
+        Raises
+        ------
+        RoutePackError
+            If a field that decides the time is missing, or the model has no routed experts.
+        """
+        reader = _Reader(config, name)
+        hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+        layers = reader.integer("num_hidden_layers")
+        experts = reader.integer("num_experts", "n_routed_experts", "num_local_experts")
+        width = reader.integer("moe_intermediate_size", "intermediate_size")
+        latent = "kv_lora_rank" in config
+        head_dim = config.get("head_dim") or hidden // heads
+        rope = reader.integer("qk_rope_head_dim") if latent else 0
+        qk_head_dim = reader.integer("qk_nope_head_dim") + rope if latent else head_dim
+        try:
+            return cls(
+                name=name,
+                hidden_size=hidden,
+                num_attention_heads=heads,
+                num_key_value_heads=heads if latent else config.get("num_key_value_heads") or heads,
+                qk_head_dim=qk_head_dim,
+                v_head_dim=reader.integer("v_head_dim") if latent else head_dim,
+                attention="mla" if latent else "gqa",
+                q_lora_rank=(config.get("q_lora_rank") or 0) if latent else 0,
+                kv_lora_rank=config.get("kv_lora_rank") or 0,
+                qk_rope_head_dim=rope,
+                num_experts=experts,
+                top_k=reader.integer("num_experts_per_tok", "experts_per_token"),
+                moe_intermediate_size=width,
+                shared_intermediate_size=_shared_width(config, width),
+                dense_intermediate_size=config.get("intermediate_size") or 0,
+                windows=_windows(config, layers),
+                moe_layers=_moe_layers(config, layers),
+            )
+        except ValueError as error:
+            raise RoutePackError(f"Model {name}: {error}") from None
+
+
+class _Reader:
+    """Read integers of a configuration under any of several names."""
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        self.config, self.name = config, name
+
+    def integer(self, *keys: str) -> int:
+        for key in keys:
+            value = self.config.get(key)
+            if value is not None:
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise RoutePackError(f"Model {self.name}: expected {key} to be an integer, got {value!r}.")
+                return value
+        raise RoutePackError(
+            f"Model {self.name}: its config.json has no {' or '.join(keys)}. Give the config.json of an MoE model."
+        )
+
+
+def _shared_width(config: Mapping[str, Any], width: int) -> int:
+    return config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    window = config.get("sliding_window") or 0
+    if config.get("use_sliding_window") is False:
+        window = 0
+    kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+
+
+def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    first = config.get("first_k_dense_replace") or 0
+    every = config.get("decoder_sparse_step") or 1
+    frequency = config.get("moe_layer_freq") or 1
+    dense = set(config.get("mlp_only_layers") or ())
+    if isinstance(frequency, list):
+        return tuple(bool(mark) for mark in frequency[:layers])
+    return tuple(i >= first and i not in dense and (i + 1) % every == 0 and i % frequency == 0 for i in range(layers))
+
+
+def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
+    """Return the spec of a shipped model by name, or of a ``config.json`` by path (relative to ``folder``).
+
+    Raises
+    ------
+    RoutePackError
+        If the name is unknown and no such file exists, or the file is not an MoE model's configuration.
+    """
+    if model in SHIPPED_MODELS:
+        source = resources.files("profiler") / "models" / SHIPPED_MODELS[model]
+        with resources.as_file(source) as path:
+            return ModelSpec.from_config(read_json(path, "Model configuration"), model)
+    path = Path(folder, model)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise RoutePackError(
+            f"Model {model!r} is neither shipped ({', '.join(SHIPPED_MODELS)}) nor the path of a config.json."
+        )
+    config = read_json(path, "Model configuration")
+    if not isinstance(config, dict):
+        raise RoutePackError(f"Model configuration {path} is not a JSON object.")
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return ModelSpec.from_config(config, name)

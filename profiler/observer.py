@@ -1,0 +1,17 @@
+"""What reports upwards: long work calls an observer, floors above draw it."""
+
+
+class Observer:
+    """Receive the progress of long work; every method does nothing, override what you need.
+
+    All floors report through this one class, so a progress bar or a tracker is written once.
+    """
+
+    def start(self, what: str, total: int) -> None:
+        """Begin ``what``, which has ``total`` steps."""
+
+    def advance(self, what: str, message: str = "") -> None:
+        """Count one finished step of ``what``; ``message`` says which."""
+
+    def finish(self, what: str) -> None:
+        """End ``what``, complete or not."""

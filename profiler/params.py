@@ -1,0 +1,57 @@
+"""Knobs of the profiler; defaults profile a small model on two CPU cores in a minute or two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileParams:
+    """Hold how many cases are timed, how large they may be, and how each is timed."""
+
+    max_points: int = 30
+    """Most cases per operation (per window class for attention), each timed forward and backward."""
+    size_fraction: float = 1.0
+    """Largest cell to time, as a share of the token cap of a microbatch."""
+    load_factor: float = 2.0
+    """Most routed rows of an expert rank to time, as a multiple of its mean load at a full cap."""
+    repeats: int = 7
+    """Timed runs per case and direction, all kept."""
+    min_repeats: int = 3
+    """Runs that are timed even when a case has used up its time."""
+    max_case_seconds: float = 4.0
+    """Time for one case, warm-up and both directions together; larger sizes are left out and reported."""
+    max_memory_gib: float = 0.0
+    """Memory one case may take; 0 is half of what is free at the start."""
+    dtype: str = "auto"
+    """Number type: ``auto`` is bfloat16 where the device computes it natively, else float32."""
+    threads: int = 0
+    """CPU threads of torch; 0 is every usable core but one: with none to spare, any other work stalls all threads."""
+    anchor_every: int = 12
+    """One fixed case is timed again after this many cases, to see the device drift."""
+    max_drift: float = 0.25
+    """Relative drift of that case beyond which the sweep warns that the device is not steady."""
+    retry_failed: bool = False
+    """Time cases again whose last result was not ``ok``."""
+    seed: int = 0
+    """Seed of the drawn lengths and routings and of the order of the cases."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_points", 6), ("repeats", 1), ("min_repeats", 1), ("threads", 0), ("anchor_every", 1),
+                          ("seed", 0)):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not value >= low:
+                raise ValueError(f"Expected {name} to be an integer >= {low}, got {value!r}.")
+        if not self.min_repeats <= self.repeats:
+            raise ValueError(f"Expected min_repeats <= repeats = {self.repeats}, got {self.min_repeats}.")
+        if not 0 < self.size_fraction <= 1:
+            raise ValueError(f"Expected 0 < size_fraction <= 1, got {self.size_fraction}.")
+        for name in ("load_factor", "max_case_seconds", "max_drift"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"Expected {name} > 0 and finite, got {getattr(self, name)}.")
+        if not 0 <= self.max_memory_gib < float("inf"):
+            raise ValueError(f"Expected max_memory_gib >= 0 and finite, got {self.max_memory_gib}.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"Expected dtype to be one of {', '.join(DTYPES)}, got {self.dtype!r}.")

@@ -1,0 +1,242 @@
+"""Import of public GPU timing tables: the layout of the PyPI package aiconfigurator, plain or re-encoded as Parquet.
+
+A folder is one GPU. Its tables lie in ``<framework>/<version>/<op>_perf.txt`` (CSV, as in the package) or
+``<framework>-<version>/<op>_perf.parquet``; peaks and link rates in ``system.yaml`` or, as in the package, in
+``../../<gpu>.yaml``. Only rows of 16-bit types are read. The tables hold forward times in milliseconds, summaries
+without repeats.
+
+What the columns mean (read in the package and its public collector): ``num_tokens`` of a MoE row is the *global* token
+count, one GPU runs EP rank 0, and routing plus permutation over all tokens is inside the time: so ``router_tokens`` is
+that count here. ``inter_size`` is the whole one, the GPU holds ``inter_size / moe_tp_size``. NCCL's ``message_size``
+counts elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiler.cases import FEATURE_COLUMNS, FEATURES, case_id, causal_pairs
+from profiler.device import GIB, DeviceFingerprint
+from profiler.errors import RoutePackError
+from profiler.files import file_hash
+from profiler.flags import POINT_LIMIT, POINT_LIMIT_RANDOM, curve_ids, point_flags, shard_flags
+from profiler.measurements import SCHEMA_VERSION, Measurements
+from profiler.published_files import PublishedFolder, find_tables, read_system, read_table
+from profiler.routing_counts import balanced_counts, hottest_rank_counts, local_features, power_law_counts
+
+SIXTEEN_BIT = ("float16", "bfloat16", "half")
+KEY_SEED = 20260812
+"""Seed of the expected counts of random routings: a constant of the importer, so that every import agrees."""
+UNITS_BY_NAME = {"A100": 108, "H100": 132, "H200": 132}
+"""Streaming multiprocessors of cards whose tables do not state them."""
+MLA_QK_HEAD_DIM, MLA_V_HEAD_DIM = 192, 128
+
+Columns = dict[str, np.ndarray]
+
+
+def import_published(folder: Path | str) -> Measurements:
+    """Read the published timings of one GPU: attention, dense and expert GEMMs, all-to-all; forward only.
+
+    Raises
+    ------
+    RoutePackError
+        If the folder holds no such tables, or a table lacks a column.
+    """
+    found = find_tables(Path(folder))
+    readers: dict[str, tuple[str, Callable[[Columns], _Block]]] = {
+        "context_attention_perf": ("attention", _attention),
+        "context_mla_perf": ("attention", _latent_attention),
+        "gemm_perf": ("dense", _dense),
+        "moe_perf": ("experts", _experts),
+        "nccl_perf": ("alltoall", _alltoall),
+    }
+    parts, devices = [], []
+    for table, (op, reader) in readers.items():
+        if table in found.tables:
+            raw = read_table(found.tables[table])
+            devices += [str(name) for name in np.unique(raw["device"])] if table == "moe_perf" else []
+            parts.append(_rows(op, reader(raw)))
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if not len(columns["op"]):
+        raise RoutePackError(f"The tables of {found.folder} hold no 16-bit rows: nothing to import.")
+    columns["case_id"] = np.array(_case_ids(columns))
+    return Measurements.from_columns(columns, _meta(found, devices))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows of one table: a latency, descriptive columns and the features of its operation."""
+
+    latency_ms: np.ndarray
+    features: Columns
+    dtype: np.ndarray
+    kernel: np.ndarray
+    pattern: np.ndarray
+    flag: np.ndarray
+
+
+def _rows(op: str, block: _Block) -> Columns:
+    size = len(block.latency_ms)
+    text = {"op": op, "direction": "forward", "status": "ok", "message": "", "source": "published", "case_id": ""}
+    columns: Columns = {name: np.full(size, value) for name, value in text.items()}
+    columns |= {"dtype": block.dtype, "kernel": block.kernel, "pattern": block.pattern, "flag": block.flag}
+    columns |= {"time_us": block.latency_ms * 1e3, "spread_us": np.full(size, np.nan)}
+    columns["repeats_us"] = np.fromiter((() for _ in range(size)), dtype=object, count=size)
+    zeros = np.zeros(size, dtype=np.int64)
+    return columns | {name: block.features.get(name, zeros) for name in FEATURE_COLUMNS}
+
+
+def _case_ids(columns: Columns) -> list[str]:
+    listed = {name: columns[name].tolist() for name in ("op", "direction", "dtype", *FEATURE_COLUMNS)}
+    return [
+        case_id(op, listed["direction"][i], listed["dtype"][i], {name: listed[name][i] for name in FEATURES[op]})
+        for i, op in enumerate(listed["op"])
+    ]
+
+
+def _keep(raw: Columns, mask: np.ndarray) -> Columns:
+    # A step counts tokens that lie in the cache already: training has none.
+    mask = mask & (raw["step"] == 0) if "step" in raw else mask
+    return {name: column[mask] for name, column in raw.items()}
+
+
+def _block(raw: Columns, dtype: str, features: Columns, flag: np.ndarray, pattern: np.ndarray | None = None) -> _Block:
+    empty = np.full(len(raw["latency"]), "")
+    names = np.where(raw[dtype] == "half", "float16", raw[dtype])
+    pattern = empty if pattern is None else pattern
+    return _Block(raw["latency"].astype(np.float64), features, names, raw["kernel_source"], pattern, flag)
+
+
+def _attention(raw: Columns) -> _Block:
+    raw = _keep(raw, np.isin(raw["attn_dtype"], SIXTEEN_BIT) & np.isin(raw["kv_cache_dtype"], SIXTEEN_BIT))
+    heads = raw["num_heads"]
+    kv_heads = np.where(raw["num_key_value_heads"] > 0, raw["num_key_value_heads"], heads)
+    window = raw.get("window_size", np.zeros_like(heads))
+    return _cells(raw, "attn_dtype", (heads, kv_heads, raw["head_dim"], raw["head_dim"]), window)
+
+
+def _latent_attention(raw: Columns) -> _Block:
+    raw = _keep(raw, np.isin(raw["mla_dtype"], SIXTEEN_BIT) & np.isin(raw["kv_cache_dtype"], SIXTEEN_BIT))
+    heads = raw["num_heads"]
+    dims = (np.full_like(heads, MLA_QK_HEAD_DIM), np.full_like(heads, MLA_V_HEAD_DIM))
+    return _cells(raw, "mla_dtype", (heads, heads, *dims), np.zeros_like(heads))
+
+
+def _cells(raw: Columns, dtype: str, heads: tuple[np.ndarray, ...], window: np.ndarray) -> _Block:
+    batch, length = raw["batch_size"], raw["isl"]
+    features = {
+        "tokens": batch * length, "pairs": batch * causal_pairs(length, window), "num_sequences": batch,
+        "max_length": length, "num_heads": heads[0], "num_kv_heads": heads[1], "qk_head_dim": heads[2],
+        "v_head_dim": heads[3], "window": window,
+    }  # fmt: skip
+    spike = point_flags(curve_ids(batch, *heads, window), length, raw["latency"], POINT_LIMIT)
+    flag = np.where(spike, "slower than a longer sequence", "")
+    return _block(raw, dtype, features, flag, np.where(batch == 1, "single", "even"))
+
+
+def _dense(raw: Columns) -> _Block:
+    raw = _keep(raw, np.isin(raw["gemm_dtype"], SIXTEEN_BIT))
+    features = {"tokens": raw["m"], "n": raw["n"], "k": raw["k"]}
+    return _block(raw, "gemm_dtype", features, np.full(len(raw["latency"]), ""))
+
+
+def _alltoall(raw: Columns) -> _Block:
+    raw = _keep(raw, np.isin(raw["nccl_dtype"], SIXTEEN_BIT) & (raw["op_name"] == "alltoall"))
+    features = {"bytes": raw["message_size"] * 2, "ranks": raw["num_gpus"]}
+    return _block(raw, "nccl_dtype", features, np.full(len(raw["latency"]), ""))
+
+
+def _experts(raw: Columns) -> _Block:
+    raw = _keep(raw, np.isin(raw["moe_dtype"], SIXTEEN_BIT))
+    tokens, experts, ranks = raw["num_tokens"], raw["num_experts"], raw["moe_ep_size"]
+    local = _local_features(raw)
+    features = {
+        "rows": local[:, 0], "active_experts": local[:, 1], "padded_rows": local[:, 2], "max_rows": local[:, 3],
+        "local_experts": experts // ranks, "hidden_size": raw["hidden_size"],
+        "inter_size": raw["inter_size"] // raw["moe_tp_size"], "router_tokens": tokens, "num_experts": experts,
+    }  # fmt: skip
+    return _block(raw, "moe_dtype", features, _experts_flags(raw), raw["distribution"])
+
+
+def _local_features(raw: Columns) -> np.ndarray:
+    """Return [rows of the table, 4] features of EP rank 0, each distinct routing worked out once."""
+    names = ("num_tokens", "num_experts", "topk", "moe_ep_size", "distribution")
+    keys = list(zip(*(raw[name].tolist() for name in names), strict=True))
+    known: dict[tuple[Any, ...], tuple[int, int, int, int]] = {}
+    counts: dict[tuple[Any, ...], np.ndarray] = {}
+    for tokens, experts, top_k, ep_size, distribution in sorted(set(keys)):
+        routing = (tokens, experts, top_k, distribution)
+        if routing not in counts:
+            counts[routing] = _global_counts(*routing)
+        drawn = counts[routing]
+        local = drawn[: experts // ep_size] if drawn.ndim == 1 else hottest_rank_counts(drawn, ep_size, tokens)
+        known[tokens, experts, top_k, ep_size, distribution] = local_features(local)
+    return np.array([known[key] for key in keys], dtype=np.int64).reshape(-1, 4)
+
+
+def _global_counts(tokens: int, experts: int, top_k: int, distribution: str) -> np.ndarray:
+    if distribution == "balanced":
+        return balanced_counts(tokens, experts, top_k)
+    kind, _, exponent = distribution.rpartition("_")
+    if kind != "power_law":
+        raise RoutePackError(f"Unknown distribution {distribution!r} in moe_perf: expected balanced or power_law_<a>.")
+    alpha = float(exponent)
+    # One generator per routing: a row's features do not depend on which other rows the table holds.
+    rng = np.random.default_rng([KEY_SEED, tokens, experts, top_k, round(alpha * 1000)])
+    return power_law_counts(tokens, experts, top_k, alpha, rng)
+
+
+def _experts_flags(raw: Columns) -> np.ndarray:
+    time, tokens = raw["latency"], raw["num_tokens"]
+    shape = [raw[name] for name in ("hidden_size", "inter_size", "topk", "num_experts", "distribution")]
+    tp, ep = raw["moe_tp_size"], raw["moe_ep_size"]
+    limit = np.where(raw["distribution"] == "balanced", POINT_LIMIT, POINT_LIMIT_RANDOM)
+    flag = np.full(len(time), "", dtype="<U48")
+    flag[point_flags(curve_ids(*shape, tp, ep), tokens, time, limit)] = "slower than more tokens"
+    for shards, other, what in ((ep, tp, "expert"), (tp, ep, "tensor")):
+        slow = shard_flags(curve_ids(*shape, other), shards, tokens, time)
+        flag[slow] = f"slower than fewer {what}-parallel ranks"
+    return flag
+
+
+def _meta(found: PublishedFolder, devices: list[str]) -> dict[str, Any]:
+    system = read_system(found)
+    gpu, node = system.get("gpu", {}), system.get("node", {})
+    name = devices[0] if devices else found.folder.name
+    bandwidth = node.get("intra_node_bw")
+    fingerprint = DeviceFingerprint(
+        kind="cuda",
+        vendor="nvidia",
+        arch=f"sm_{gpu['sm_version']}" if "sm_version" in gpu else "",
+        name=name,
+        units=next((units for key, units in UNITS_BY_NAME.items() if key in name), 0),
+        memory_gib=round(gpu.get("mem_capacity", 0) / GIB),
+        interconnect=f"{bandwidth / 1e9:.0f} GB/s" if bandwidth else "",
+        ranks_per_node=int(node.get("num_gpus_per_node", 1)),
+        software={"tables": found.framework},
+        origin="published",
+    )
+    files = {str(path.relative_to(found.folder)): file_hash(path) for path in sorted(found.tables.values())}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "fingerprint": fingerprint.to_dict(),
+        "model": None,
+        "topology": None,
+        "params": {},
+        "backward": "absent",
+        "system": {"gpu": gpu, "node": node},
+        "provenance": {
+            "package": "aiconfigurator",
+            "license": "Apache-2.0",
+            "copyright": "NVIDIA CORPORATION & AFFILIATES",
+            "tables": found.framework,
+            "passed_over": list(found.passed_over),
+            "files": files,
+            "note": "Forward times of one GPU; power-law rows carry expected, not actual, rows per expert.",
+        },
+    }

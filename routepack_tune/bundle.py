@@ -1,0 +1,286 @@
+"""The bundle: all that a training job loads to plan its steps, in one folder of two files.
+
+``planner.yaml`` is written in JSON syntax (which is YAML), so that training needs no YAML parser; ``tables.npz`` holds
+the frozen times. Loading needs numpy and numba alone and contacts no server.
+
+Invariants: a bundle is whole or absent; ``planner.yaml`` carries the hash of its own content and of ``tables.npz``;
+file names never leave the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from profiler.errors import RoutePackError
+from profiler.files import content_hash, file_hash, new_folder, read_json, write_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from costmodels import StepTables
+    from profiler import DeviceFingerprint, ModelSpec, Observer, Topology
+    from search import Plan, PlannerParams, StepBatch
+
+BUNDLE_SCHEMA_VERSION = 1
+PLANNER_FILE = "planner.yaml"
+TABLES_FILE = "tables.npz"
+_LOG = logging.getLogger("routepack_tune")
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plan steps with tuned parameters and frozen times; :func:`load_planner` makes it."""
+
+    spec: ModelSpec
+    topology: Topology
+    max_tokens: int
+    params: PlannerParams
+    tables: StepTables
+    fingerprint: DeviceFingerprint
+    """The device whose times are in the tables."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Study, trial, MLflow run, hashes of data and cost model."""
+    notes: tuple[str, ...] = ()
+    """What loading had to say about this device."""
+
+    def batch(self, **arrays: np.ndarray) -> StepBatch:
+        """Check the arrays of one step (the names of a step batch file) and return the batch.
+
+        Raises
+        ------
+        RoutePackError
+            Naming the sample, the layer and the value that cannot be right.
+        """
+        from routepack_tune.traces import batch_from_arrays
+
+        return batch_from_arrays(arrays, self.spec)
+
+    def plan(
+        self,
+        batch: StepBatch | Path | str,
+        seed: int = 0,
+        previous: Plan | None = None,
+        stop: Any = None,
+        observer: Observer | None = None,
+    ) -> Plan:
+        """Plan one step.
+
+        Parameters
+        ----------
+        batch
+            A checked batch, or the path of a step batch file.
+        seed
+            Equal batch, bundle and seed give an equal plan, unless ``stop`` is a wall time.
+        previous
+            The last step's plan: experts move away from it only where that pays.
+        stop
+            A budget (``search.MaxIterations`` or ``search.MaxRuntime``); None: the tuned number of iterations.
+        """
+        from profiler import Observer
+        from routepack_tune.traces import check_cap, load_step_batch
+        from search import plan_step
+
+        source = "step batch"
+        if isinstance(batch, (str, Path)):
+            source, batch = str(batch), load_step_batch(batch, self.spec)
+        check_cap(batch, self.max_tokens, source)
+        return plan_step(
+            batch, self.tables, self.spec, self.topology, self.max_tokens, self.params,
+            seed=seed, stop=stop, previous=previous, observer=observer or Observer(),
+        )  # fmt: skip
+
+
+def write_bundle(out: Path | str, planner: Planner, provenance: Mapping[str, Any]) -> Path:
+    """Write a planner as a bundle folder, whole or not at all; an older bundle of that name is replaced."""
+    out = Path(out)
+    check_replaceable(out, PLANNER_FILE)
+    with new_folder(out) as folder:
+        planner.tables.save(folder / TABLES_FILE)
+        document = {
+            "schema_version": BUNDLE_SCHEMA_VERSION,
+            "fingerprint": asdict(planner.fingerprint),
+            "model": asdict(planner.spec),
+            "topology": asdict(planner.topology),
+            "max_tokens_per_microbatch": planner.max_tokens,
+            "params": asdict(planner.params),
+            "provenance": dict(provenance),
+            "notes": list(planner.tables.notes),
+            "tables_key": planner.tables.key,
+            "files": {TABLES_FILE: file_hash(folder / TABLES_FILE)},
+        }
+        write_text(folder / PLANNER_FILE, json_that_is_yaml({**document, "content_hash": content_hash(document)}))
+    return out
+
+
+def json_that_is_yaml(document: Mapping[str, Any]) -> str:
+    """Return indented JSON that YAML 1.1 parsers read alike: they take ``3e-06`` for text, ``3.0e-06`` for a number."""
+    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    return re.sub(r'^(\s*(?:"(?:[^"\\]|\\.)*": )?-?\d+)e([-+]?\d+,?)$', r"\1.0e\2", text, flags=re.MULTILINE)
+
+
+def check_replaceable(out: Path | str, marker: str) -> None:
+    """Refuse to replace a folder that was not written by the same verb: ``--out .`` must never delete anything.
+
+    Raises
+    ------
+    RoutePackError
+        If ``out`` exists, is not empty and holds no ``marker``, or contains the working folder.
+    """
+    out = Path(out)
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise RoutePackError(f"{out} is a file, a folder is to be written there. Choose another --out.")
+    if Path.cwd().resolve().is_relative_to(out.resolve()):
+        raise RoutePackError(f"{out} is the working folder or holds it: it is not replaced. Choose another --out.")
+    if any(out.iterdir()) and not (out / marker).is_file():
+        raise RoutePackError(f"{out} is not empty and holds no {marker}: it is not replaced. Choose another --out.")
+
+
+def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
+    """Load a bundle for the device of this process.
+
+    Parameters
+    ----------
+    path
+        The bundle's folder, or ``models:/NAME@ALIAS`` of MLflow's registry (this one form contacts a server).
+    allow_mismatch
+        Use a bundle tuned for another device, with a warning.
+
+    Raises
+    ------
+    RoutePackError
+        If a file is missing, was edited, is of another schema, or the device differs and ``allow_mismatch`` is False.
+    """
+    from costmodels import StepTables, tables_key
+    from profiler import DeviceFingerprint
+
+    folder = _local_folder(path)
+    document = _read_document(folder)
+    tables_path = folder / TABLES_FILE
+    if not tables_path.is_file():
+        raise RoutePackError(f"Bundle {folder} has no {TABLES_FILE}. Run `routepack deploy` again.")
+    if file_hash(tables_path) != document["files"][TABLES_FILE]:
+        raise RoutePackError(
+            f"Bundle {folder}: {TABLES_FILE} does not match its hash in {PLANNER_FILE}: it was changed or truncated. "
+            "Run `routepack deploy` again."
+        )
+    tables = StepTables.load(tables_path)
+    spec, topology, params = typed_parts(
+        document["model"], document["topology"], document["params"], f"Bundle {folder}"
+    )
+    cap = document["max_tokens_per_microbatch"]
+    if not tables.key == document["tables_key"] == tables_key(spec, topology, cap):
+        raise RoutePackError(
+            f"Bundle {folder}: its tables are for another model, topology or cap. Run `routepack fit`, `tune` and "
+            "`deploy` again."
+        )
+    wanted = DeviceFingerprint.from_dict(document["fingerprint"])
+    notes = _check_device(wanted, str(path), allow_mismatch)
+    return Planner(spec, topology, cap, params, tables, wanted, document["provenance"], (*tables.notes, *notes))
+
+
+def _local_folder(path: Path | str) -> Path:
+    if str(path).startswith("models:/"):
+        from routepack_tune.registry import download_bundle
+
+        return download_bundle(str(path))
+    folder = Path(path)
+    if not folder.is_dir():
+        raise RoutePackError(f"Bundle not found: {folder}. Give the folder that `routepack deploy --out` wrote.")
+    return folder
+
+
+def _read_document(folder: Path) -> dict[str, Any]:
+    """Read ``planner.yaml``, check its schema and its own hash."""
+    if not (folder / PLANNER_FILE).is_file():
+        raise RoutePackError(
+            f"{folder} is no bundle: it has no {PLANNER_FILE}. Give the folder that `routepack deploy` wrote."
+        )
+    document = read_json(folder / PLANNER_FILE, "Bundle file")
+    if not isinstance(document, dict):
+        raise RoutePackError(f"Bundle file {folder / PLANNER_FILE} is not a mapping. Run `routepack deploy` again.")
+    version = document.get("schema_version")
+    if version != BUNDLE_SCHEMA_VERSION:
+        raise RoutePackError(
+            f"Bundle {folder} has schema_version {version!r}, this version reads {BUNDLE_SCHEMA_VERSION}. Update "
+            "routepack-tune, or deploy again with this version."
+        )
+    stated = document.pop("content_hash", None)
+    if content_hash(document) != stated:
+        raise RoutePackError(
+            f"Bundle file {folder / PLANNER_FILE} does not match its content_hash: it was edited or damaged. Change "
+            "routepack.yaml and run `routepack deploy` again."
+        )
+    files = document.get("files")
+    if not isinstance(files, dict) or set(files) != {TABLES_FILE}:
+        raise RoutePackError(
+            f"Bundle {folder}: expected the one file {TABLES_FILE}, got {files!r}. No other name is ever read."
+        )
+    return document
+
+
+def typed_parts(
+    model: Mapping[str, Any], topology: Mapping[str, Any], params: Mapping[str, Any], source: str
+) -> tuple[ModelSpec, Topology, PlannerParams]:
+    """Rebuild what was written with ``asdict``.
+
+    Raises
+    ------
+    RoutePackError
+        If a field is missing, unknown to this version, or out of range; ``source`` names where it was read.
+    """
+    from profiler import ModelSpec, Topology
+    from search import PlannerParams
+
+    try:
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
+        return ModelSpec(**fields), Topology(**topology), PlannerParams(**params)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RoutePackError(f"{source} cannot be used by this version: {error}. Write it again.") from None
+
+
+def _check_device(wanted: DeviceFingerprint, path: str, allow_mismatch: bool) -> tuple[str, ...]:
+    """Compare the bundle's device with this one; return what a reader should know."""
+    from profiler import compare_fingerprints, fingerprint_device
+
+    if wanted.origin == "published" and wanted.kind == "cuda" and fingerprint_device().kind == "cpu":
+        note = f"times were published for {wanted.name} ({wanted.arch}); this host has no GPU to compare with"
+        _say(logging.INFO, f"Bundle {path}: {note}.")
+        return (note,)
+    try:
+        match = compare_fingerprints(wanted, fingerprint_device(wanted.kind))
+        level, reasons = match.level, "; ".join(match.reasons)
+    except RoutePackError as error:  # the kind of device is not there at all
+        level, reasons = "different", str(error).split(". ")[0]
+    if wanted.origin == "published" and level == "exact":
+        level = "near"
+    if level == "different" and not allow_mismatch:
+        raise RoutePackError(
+            f"Bundle {path} is for another device ({wanted.name}, {wanted.arch}): {reasons}. Profile, fit and tune on "
+            "this device, or force it with allow_mismatch=True (--allow-mismatch)."
+        )
+    if level == "exact":
+        _say(logging.DEBUG, f"Bundle {path}: the device matches exactly.")
+        return ()
+    note = f"device is {level} from the profiled one: {reasons or 'published times'}"
+    if _first_rank():
+        warnings.warn(f"Bundle {path}: {note}.", stacklevel=3)
+    return (note,)
+
+
+def _say(level: int, message: str) -> None:
+    if _first_rank():
+        _LOG.log(level, message)
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,129 @@
+"""Put a plan beside the default and the published planners, on the same batches and by the same frozen times.
+
+*Share lost to imbalance* is the part of a predicted step time that a forced-balanced step in the same number of rows
+(every cell and every EP rank at its mean) would not need.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from profiler.errors import RoutePackError
+
+if TYPE_CHECKING:
+    from routepack_tune.bundle import Planner
+    from search import Plan, Problem, StepBatch, StepTime
+
+TUNED = "RoutePack-Tune (tuned plan)"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Hold what one planner makes of one step batch; times are predicted seconds but for ``plan_s``."""
+
+    planner: str
+    step_s: float
+    attention_s: float
+    experts_s: float
+    rest_s: float
+    lost_share: float
+    """Share of the step time lost to imbalance."""
+    rows: int
+    plan_s: float
+    """Measured wall time of planning on this machine (for baselines with pricing the plan)."""
+
+
+def compare_planners(planner: Planner, batches: Sequence[StepBatch], seed: int = 0) -> list[Outcome]:
+    """Return the mean outcome of each planner over ``batches``: default, published baselines, tuned.
+
+    A baseline that finds no packing under the cap for a batch is left out.
+    """
+    from search import BASELINES, DEFAULT_BASELINE
+
+    per_batch = [_outcomes(planner, batch, seed) for batch in batches]
+    names = [DEFAULT_BASELINE, *(name for name in BASELINES if name != DEFAULT_BASELINE), TUNED]
+    return [
+        _mean(name, [found[name] for found in per_batch]) for name in names if all(name in found for found in per_batch)
+    ]
+
+
+def _outcomes(planner: Planner, batch: StepBatch, seed: int) -> dict[str, Outcome]:
+    from search import BASELINES, build_problem, price_baseline
+
+    problem = build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens)
+    found = {}
+    for name in BASELINES:
+        begin = time.perf_counter()
+        try:
+            priced, rows = price_baseline(problem, name)
+        except RoutePackError:  # Karmarkar-Karp knows no cap: some batches it cannot pack
+            continue
+        found[name] = _outcome(name, problem, priced.step_time(), rows, time.perf_counter() - begin)
+    begin = time.perf_counter()
+    plan = planner.plan(batch, seed=seed)
+    found[TUNED] = _outcome(TUNED, problem, plan.predicted, plan.num_rows, time.perf_counter() - begin)
+    return found
+
+
+def _outcome(name: str, problem: Problem, predicted: StepTime, rows: int, plan_s: float) -> Outcome:
+    return Outcome(
+        planner=name,
+        step_s=predicted.step_time_s,
+        attention_s=predicted.attention_s,
+        experts_s=predicted.experts_s,
+        rest_s=predicted.rest_s,
+        lost_share=lost_share(problem, predicted.step_time_s, rows),
+        rows=rows,
+        plan_s=plan_s,
+    )
+
+
+def lost_share(problem: Problem, step_time_s: float, rows: int) -> float:
+    """Return the share of a step time that perfect balance in the same number of rows would save."""
+    from search import balanced_ns
+
+    ideal_s = balanced_ns(problem, rows) * 1e-9 / problem.tables.pipeline_stages
+    return max(0.0, 1.0 - ideal_s / step_time_s)
+
+
+def _mean(name: str, outcomes: Iterable[Outcome]) -> Outcome:
+    listed = list(outcomes)
+    mean = {
+        key: float(np.mean([getattr(one, key) for one in listed]))
+        for key in ("step_s", "attention_s", "experts_s", "rest_s", "lost_share", "plan_s")
+    }
+    return Outcome(planner=name, rows=round(float(np.mean([one.rows for one in listed]))), **mean)
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """Hold how evenly a plan loads the EP ranks."""
+
+    relative_LP: np.ndarray
+    """[L, P]: routed rows of each rank over its row's mean, averaged over rows and blocks; 1 is even."""
+    hottest: np.ndarray
+    """[rows x blocks x L]: the hottest rank over the mean, one value per barrier."""
+
+
+def rank_load(rank_rows_RBPL: np.ndarray) -> RankLoad:
+    """Return the relative load of EP ranks; barriers without any routed row are left out."""
+    loads = rank_rows_RBPL.astype(np.float64)
+    mean = loads.mean(axis=2, keepdims=True)
+    relative = np.divide(loads, mean, out=np.ones_like(loads), where=mean > 0)
+    hottest = relative.max(axis=2)[mean[:, :, 0] > 0]
+    return RankLoad(relative.mean(axis=(0, 1)).T, hottest.ravel())
+
+
+def loads_before_and_after(planner: Planner, batch: StepBatch, plan: Plan) -> tuple[RankLoad, RankLoad]:
+    """Return the EP ranks' load under the default plan and under ``plan``."""
+    from search import DEFAULT_BASELINE, build_problem, evaluate, price_baseline
+
+    problem = build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens)
+    before, _ = price_baseline(problem, DEFAULT_BASELINE)
+    after = evaluate(problem, plan.row_N, plan.slot_N, plan.placement_LE, plan.num_rows)
+    return rank_load(before.rank_rows_RBPL), rank_load(after.rank_rows_RBPL)

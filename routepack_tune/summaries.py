@@ -1,0 +1,126 @@
+"""What the verbs print when they are done: a few lines for people; files hold the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from costmodels import CostModel
+    from profiler import Measurements
+    from routepack_tune.comparison import Outcome
+    from routepack_tune.quickstart import QuickstartResult
+    from search import Plan
+
+
+def measurements_summary(measurements: Measurements, out: Path) -> str:
+    """Say how many rows of which operation there are, and where."""
+    status, ops = measurements.rows["status"], measurements.rows["op"]
+    counts = ", ".join(f"{op} {int((ops[status == 'ok'] == op).sum())}" for op in sorted(set(ops.tolist())))
+    failed = int(np.sum(status != "ok"))
+    device = measurements.meta["fingerprint"]
+    lines = [
+        f"Measurements: {out}",
+        f"  {device['origin']} times of {device['name']} ({device['arch']}): {counts}"
+        + (f"; {failed} without a time" if failed else ""),
+    ]
+    if measurements.meta.get("backward") == "absent":
+        lines.append("  forward times only: backward will be assumed, and marked so, until it is measured")
+    for limit in measurements.meta.get("limits") or ():
+        sizes = f"{limit['what']} up to {limit['designed']}, the job asks {limit['wanted']}"
+        lines.append(f"  {limit['op']}: {sizes}: {limit['reason']}")
+    return "\n".join(lines)
+
+
+def cost_model_summary(model: CostModel, out: Path) -> str:
+    """Say how far predictions of unseen cases are off, and what is assumed."""
+    lines = [f"Cost model: {out}"]
+    for name, found in model.validation.items():
+        errors = [
+            f"{split}: median error {report['model']['median_pct']:.1f}%"
+            for split, report in found.items()
+            if isinstance(report, Mapping) and "median_pct" in report.get("model", {})
+        ]
+        if errors:
+            lines.append(f"  {name}: {'; '.join(errors)}")
+    lines += [f"  note: {note}" for note in (model.tables.notes if model.tables is not None else ())]
+    return "\n".join(lines)
+
+
+def study_summary(document: Mapping[str, Any], out: Path) -> str:
+    """Say what the best trial gains on held-out batches."""
+    summary = document["summary"]
+    best, holdout, trials = summary["best"], summary["holdout"], summary["trials"]
+    lines = [
+        f"Study: {out}",
+        f"  {trials['complete']} trials complete, {trials['infeasible']} infeasible; best is trial {best['number']}: "
+        f"{best['value']:.4f} of the default plan's time (step + exposed planning)",
+    ]
+    if holdout["best_value"] is not None:
+        lines.append(
+            f"  held out ({', '.join(summary['names']['holdout'])}): {holdout['best_value']:.4f}, untuned settings "
+            f"{holdout['default_value']:.4f}"
+        )
+    return "\n".join(lines)
+
+
+def bundle_summary(out: Path, registered: str | None) -> str:
+    """Say where the bundle is and how training loads it."""
+    lines = [f"Bundle: {out}", f"  in training: routepack_tune.load_planner({str(out)!r}).plan(batch)"]
+    if registered:
+        lines.append(f"  registered as models:/{registered}@champion")
+    return "\n".join(lines)
+
+
+def plan_summary(plan: Plan, out: Path) -> str:
+    """Say what the plan should take, against the default and the proven bound."""
+    predicted, default = plan.predicted, plan.default
+    lines = [
+        f"Plan: {out}",
+        f"  predicted step {predicted.step_time_s:.4g} s (attention {predicted.attention_s:.4g}, experts "
+        f"{predicted.experts_s:.4g}, rest {predicted.rest_s:.4g}) in {plan.num_rows} rows",
+        f"  default plan {default.step_time_s:.4g} s: {default.step_time_s / predicted.step_time_s:.3f}x; within "
+        f"{100 * plan.gap:.1f}% of the proven bound",
+    ]
+    counted = [f"{name.replace('_', ' ')} {count}" for name, count in plan.counters.items() if count]
+    if counted:
+        lines.append(f"  {', '.join(counted)}")
+    lines += [f"  note: {note}" for note in plan.notes]
+    return "\n".join([*lines, f"  plan hash {plan.plan_hash[:16]}"])
+
+
+def outcomes_table(outcomes: Sequence[Outcome]) -> Any:
+    """Return the rich table of default plan, published baselines and tuned plan."""
+    from rich import box
+    from rich.table import Table
+
+    title = "Held-out synthetic batches, predicted step times. lost: share lost to imbalance"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("planner", no_wrap=True)
+    for name in ("step time", "speed", "lost", "plan time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    default_s = outcomes[0].step_s
+    for one in outcomes:
+        plan_time = f"{one.plan_s:.2f} s" if one.plan_s >= 0.1 else f"{1000 * one.plan_s:.0f} ms"
+        style = "bold green" if one is outcomes[-1] else "dim" if one is outcomes[0] else None
+        table.add_row(
+            one.planner, f"{one.step_s:.3f} s", f"{default_s / one.step_s:.2f}x", f"{100 * one.lost_share:.1f}%",
+            plan_time, style=style,
+        )  # fmt: skip
+    return table
+
+
+def print_quickstart(result: QuickstartResult) -> None:
+    """Print the quickstart's last words."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None)
+    console.print(outcomes_table(result.outcomes))
+    total = sum(result.seconds.values())
+    stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in result.seconds.items())
+    console.print(f"Took {total:.0f} s ({stages}). Report: {result.report}", soft_wrap=True)
+    console.print("Synthetic batches, published H200 times, assumed backward factors: measure your own with `routepack "
+                  "profile`.", soft_wrap=True)  # fmt: skip

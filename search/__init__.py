@@ -1,0 +1,42 @@
+"""Find the plan: packing and placement of one optimizer step, and the settings of the search."""
+
+from search.baselines import BASELINES, DEFAULT_BASELINE, price_baseline
+from search.bounds import lower_bound_ns
+from search.evaluate import Evaluation, balanced_ns, evaluate
+from search.joint import plan_step
+from search.params import TUNABLE, PlannerParams, Range
+from search.plan import Plan, StepTime, check_plan
+from search.problem import Problem, StepBatch, build_problem, check_lengths
+from search.stop import FirstOf, MaxIterations, MaxRuntime, StopCriterion
+from search.tuner import BatchScore, TrialObserver, TuneParams, TuneTask, run_study, score_batches
+
+__all__ = [
+    "BASELINES",
+    "BatchScore",
+    "DEFAULT_BASELINE",
+    "Evaluation",
+    "FirstOf",
+    "MaxIterations",
+    "MaxRuntime",
+    "Plan",
+    "PlannerParams",
+    "Problem",
+    "Range",
+    "StepBatch",
+    "StepTime",
+    "StopCriterion",
+    "TUNABLE",
+    "TrialObserver",
+    "TuneParams",
+    "TuneTask",
+    "balanced_ns",
+    "build_problem",
+    "check_lengths",
+    "check_plan",
+    "evaluate",
+    "lower_bound_ns",
+    "plan_step",
+    "price_baseline",
+    "run_study",
+    "score_batches",
+]

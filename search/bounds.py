@@ -1,0 +1,128 @@
+"""A proven lower bound on the step time of any plan of a batch, by the same tables the plan is priced with.
+
+The slowest block takes at least the mean over blocks. Over all U = R x B units (row, block), per layer:
+
+* experts and exchange: a non-decreasing cost f of the hottest rank. Replace f by its greatest convex minorant g <= f;
+  by Jensen ``sum_u f(peak_u) >= U g(sum_u peak_u / U)``, and ``sum_u peak_u >= max_p sum_u W[u, p]``, the total of the
+  most loaded rank, which no bijection brings below the mean, nor below the hottest expert with its least companions;
+* attention: a unit waits for its slowest cell, at least the mean of its cells; and where long samples force a unit
+  whose other cells cannot be filled as high under the cap, the difference is lost in every packing
+  (``_weights_bound``).
+
+A convex cost may fall when more rows share it, so the bound is the least over every number of rows a plan may have.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from search.construct import least_rows
+from search.problem import Problem
+
+
+def convex_minorant(table: np.ndarray) -> np.ndarray:
+    """Return the greatest convex function below a table at its nodes, [K] float64 (lower hull)."""
+    hull: list[int] = []
+    values = table.astype(np.float64)
+    for k in range(len(values)):
+        while len(hull) >= 2:
+            a, b = hull[-2], hull[-1]
+            if (values[b] - values[a]) * (k - a) < (values[k] - values[a]) * (b - a):
+                break
+            hull.pop()
+        hull.append(k)
+    return np.interp(np.arange(len(values)), hull, values[hull])
+
+
+def lower_bound_ns(problem: Problem) -> int:
+    """Return nanoseconds (over all layers and stages) below which no plan of the batch can go, in any number of rows.
+
+    Integer look-ups round down by less than 1 ns each; the bound gives that back.
+    """
+    least, multiple = least_rows(problem), problem.topology.row_multiple
+    units = np.arange(least, max(least, problem.num_samples // problem.num_slots) + 1, multiple) * problem.num_blocks
+    rounding = units * (2 * problem.num_layers + problem.cell_ns.shape[0])
+    minorants = [convex_minorant(table) for table in problem.cell_ns]
+    other = _experts_bound(problem, units) + units * problem.tables.row_fixed_ns - rounding
+    means = other + np.array([_attention_bound(problem, minorants, int(u), exact=False) for u in units])
+    lowest = np.inf
+    for k in np.argsort(means, kind="stable"):  # the exact bound is above the mean's: the rest cannot be lower
+        if means[k] >= lowest:
+            break
+        lowest = min(lowest, other[k] + _attention_bound(problem, minorants, int(units[k]), exact=True))
+    return max(0, int(np.floor(lowest)) // problem.num_blocks)
+
+
+def _experts_bound(problem: Problem, units: np.ndarray) -> np.ndarray:
+    """Return the bound on experts and exchange for each number of units."""
+    totals = problem.counts.sum(axis=0, dtype=np.int64)
+    ordered = np.sort(totals, axis=1)
+    companions = ordered[:, : problem.num_experts // problem.num_ranks - 1].sum(axis=1)
+    peak = np.maximum(totals.sum(axis=1) / problem.num_ranks, ordered[:, -1] + companions)
+    nodes = peak / units[:, None] / (1 << problem.tables.rows_shift)
+    minorant = convex_minorant(problem.expert_ns + problem.exchange_ns)
+    return units * np.interp(nodes, np.arange(len(minorant)), minorant).sum(axis=1)
+
+
+def _attention_bound(problem: Problem, minorants: list[np.ndarray], units: int, *, exact: bool) -> float:
+    """Return the bound on the sum over units and classes of the slowest cell, from the mean cell alone or ``exact``.
+
+    The dense part is replaced by the line that touches its convex minorant at the mean cell, so that a cell costs a
+    constant plus a weight per sample.
+    """
+    per_unit = problem.num_slots // problem.num_blocks
+    step = 1 << problem.tables.tokens_shift
+    node = min(int(problem.lengths.sum()) // (units * per_unit) // step, problem.cell_ns.shape[1] - 2)
+    total = 0.0
+    for c, minorant in enumerate(minorants):
+        slope = (minorant[node + 1] - minorant[node]) / step
+        total += units * (minorant[node] - slope * node * step)
+        weights = problem.sequence_ns[:, c] + slope * problem.lengths
+        if exact:
+            total += _weights_bound(weights, problem.lengths, problem.max_tokens, per_unit)
+        else:
+            total += float(weights.sum()) / per_unit
+    return total
+
+
+def _weights_bound(weights: np.ndarray, lengths: np.ndarray, max_tokens: int, per_unit: int) -> float:
+    """Bound the sum over units of the heaviest cell, cells of a unit being ``per_unit``, by counting cells above a
+    weight.
+
+    With n(a) the cells of weight a or more, the sum is at least ``integral of ceil(n(a) / per_unit) da``, and the
+    integral of n is the total weight. n(a) is at least the samples that weigh a and exceed half the cap (no two share a
+    cell), and at most the samples that, as the longest of their cell, could be filled up to a under the cap, and at
+    most k where the densest samples that k cells can hold weigh less than k + 1 times a. Where the first forces another
+    unit that the second cannot fill, the difference is lost in every packing.
+    """
+    alone = np.sort(weights[lengths > max_tokens // 2])
+    reach = np.sort(_richest_cell(weights, lengths, max_tokens))
+    levels = np.unique(np.concatenate([[0.0], alone, reach]))
+    forced = len(alone) - np.searchsorted(alone, levels[1:], side="left")
+    fillable = np.minimum(
+        len(reach) - np.searchsorted(reach, levels[1:], side="left"),
+        _cells_filled(weights, lengths, max_tokens, levels[1:]),
+    )
+    lost = np.maximum(0.0, -(-forced // per_unit) - fillable / per_unit)
+    return float(weights.sum() / per_unit + (np.diff(levels) * lost).sum())
+
+
+def _richest_cell(weights: np.ndarray, lengths: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Return the most that a cell can weigh whose longest sample is each one, [N]: the rest at the best rate
+    allowed."""
+    order = np.argsort(lengths, kind="stable")
+    best_rate = np.maximum.accumulate((weights / lengths)[order])
+    room = max_tokens - lengths
+    allowed = np.searchsorted(lengths[order], np.minimum(room, lengths), side="right")
+    rate = np.where(allowed > 0, best_rate[np.maximum(allowed - 1, 0)], 0.0)
+    return weights + room * rate
+
+
+def _cells_filled(weights: np.ndarray, lengths: np.ndarray, max_tokens: int, levels: np.ndarray) -> np.ndarray:
+    """Return for each level the most cells that can all weigh it, were samples divisible, densest first."""
+    order = np.argsort(-weights / lengths, kind="stable")
+    tokens = np.concatenate([[0], np.cumsum(lengths[order])])
+    filled = np.concatenate([[0.0], np.cumsum(weights[order])])
+    cells = np.arange(1, tokens[-1] // max_tokens + 2)
+    mean = np.interp(cells * max_tokens, tokens, filled) / cells
+    return np.searchsorted(-mean, -levels, side="right")

@@ -1,0 +1,234 @@
+"""The whole algorithm: check, seed, choose the number of rows, then place and pack in turn, and certify.
+
+One chain: least-loaded packing under an LPT (or the previous) placement -> row-aware placement -> annealing of the
+packing
+-> row-aware placement ... Only improvements are kept. Chains differ by seed and run side by side; the best plan wins,
+ties by chain number, so that threads change nothing but the time it takes.
+
+Shape suffixes: N samples, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from costmodels import StepTables
+from profiler import ModelSpec, Observer, RoutePackError, Topology
+from search.bounds import lower_bound_ns
+from search.construct import identity_placement, least_rows, lpt_placement, pack_ffd
+from search.evaluate import Evaluation, evaluate
+from search.packer import LEG_PROPOSALS, PackChain, pack_costs
+from search.params import PlannerParams
+from search.placer import LayerLoads, keep_what_pays, place_rows, placement_of_ranks, ranks_of_slots, seed_state
+from search.plan import Plan, StepTime, check_plan
+from search.problem import Problem, StepBatch, build_problem
+from search.seeds import pack_balanced, pack_staircase
+from search.stop import MaxIterations, StopCriterion
+
+SEEDS = (pack_balanced, pack_staircase)
+PROBE_LEGS = 2
+"""Legs of annealing spent on each candidate number of rows before one is chosen."""
+BYTES_PER_PARAMETER = 16
+"""bf16 weight and gradient-free optimizer state: fp32 master, two Adam moments, bf16 copy (14) and alignment."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Solution:
+    """Hold one finished chain."""
+
+    objective: tuple[int, int]
+    cell_of: np.ndarray
+    rank_LE: np.ndarray
+    num_rows: int
+
+
+def plan_step(
+    batch: StepBatch,
+    tables: StepTables,
+    spec: ModelSpec,
+    topology: Topology,
+    max_tokens: int,
+    params: PlannerParams | None = None,
+    *,
+    seed: int = 0,
+    stop: StopCriterion | None = None,
+    previous: Plan | None = None,
+    num_threads: int | None = None,
+    observer: Observer | None = None,
+) -> Plan:
+    """Plan one optimizer step.
+
+    Under an iteration budget (the default) the plan is a pure function of batch, tables, parameters and seed.
+
+    Raises
+    ------
+    RoutePackError
+        If a stated policy is violated (see :func:`search.problem.build_problem`) or no capped packing is found.
+    """
+    params, observer = params or PlannerParams(), observer or Observer()
+    stop = stop or MaxIterations(params.max_iterations)
+    stop.reset()
+    problem = build_problem(batch, tables, spec, topology, max_tokens)
+    old_LE = None if previous is None else _old_ranks(previous, problem)
+    with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as pool:
+        start_LE = ranks_of_slots(lpt_placement(problem), problem.num_ranks) if old_LE is None else old_LE
+        packings = _seed_packings(problem, start_LE, params, seed, pool)
+        observer.start("plan", params.starts)
+        chain = _Chain(problem, spec, start_LE, old_LE, params, stop)
+        solutions = list(pool.map(lambda k: chain.solve(packings[k % len(packings)], seed, k), range(params.starts)))
+        observer.finish("plan")
+    best = min(solutions, key=lambda s: s.objective)
+    previous_LE = None if previous is None else previous.placement_LE
+    plan = _as_plan(
+        problem, batch, best.cell_of, placement_of_ranks(best.rank_LE, problem.num_ranks, previous_LE), best.num_rows,
+        {"planner": "routepack-tune", "seed": seed, "params": asdict(params), "stopped_by": stop.name},
+    )  # fmt: skip
+    check_plan(plan, problem.lengths, problem.num_experts)
+    return plan
+
+
+def _old_ranks(previous: Plan, problem: Problem) -> np.ndarray:
+    if previous.placement_LE.shape != (problem.num_layers, problem.num_experts):
+        raise RoutePackError(
+            f"Previous plan places {previous.placement_LE.shape} (layers, experts), this model has "
+            f"{(problem.num_layers, problem.num_experts)}. Give the previous plan of the same job."
+        )
+    if previous.topology.expert_model_parallel_size != problem.num_ranks:
+        raise RoutePackError(
+            f"Previous plan has expert_model_parallel_size {previous.topology.expert_model_parallel_size}, this job "
+            f"{problem.num_ranks}. Give the previous plan of the same job."
+        )
+    return ranks_of_slots(previous.placement_LE, problem.num_ranks)
+
+
+def row_candidates(problem: Problem, extra_rows: int) -> list[int]:
+    """Return the numbers of rows worth trying: the least one, its neighbours and a few further off, ascending."""
+    least, multiple = least_rows(problem), problem.topology.row_multiple
+    most = problem.num_samples // problem.num_slots // multiple * multiple
+    if least > most:
+        raise RoutePackError(
+            f"{problem.num_samples} samples cannot give each of {problem.num_slots} DP slots one sample in each of "
+            f"{least} rows. Collect more samples a step, or lower data_parallel_size."
+        )
+    steps = [k for k in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24) if k <= extra_rows]
+    return sorted({min(least + k * multiple, most) for k in steps})
+
+
+def _seed_packings(
+    problem: Problem, rank_LE: np.ndarray, params: PlannerParams, seed: int, pool: ThreadPoolExecutor
+) -> list[tuple[int, np.ndarray]]:
+    """Return (number of rows, packing) from best to worst after a short anneal, one for each number of rows that
+    works."""
+    costs = pack_costs(problem, rank_LE)
+
+    def probe(rows: int) -> tuple[int, int, np.ndarray] | None:
+        packings = [cell_of for pack in SEEDS if (cell_of := pack(problem, rows)) is not None]
+        chains = [PackChain(problem, costs, cell_of, rows, seed_state(seed, rows)) for cell_of in packings]
+        budget = PROBE_LEGS * LEG_PROPOSALS
+        for chain in chains:
+            chain.run(params, params.cold_temperature, 1.0, lambda proposals: proposals / budget)
+        best = min(chains, key=lambda chain: int(chain.best[0]), default=None)
+        return None if best is None else (int(best.best[0]), rows, best.best_cell_of)
+
+    candidates = row_candidates(problem, params.extra_rows)
+    found = [result for result in pool.map(probe, candidates) if result is not None]
+    rows = candidates[-1]
+    while not found:
+        rows += problem.topology.row_multiple
+        if rows * problem.num_slots > problem.num_samples:
+            raise RoutePackError(
+                f"No packing under max_tokens_per_microbatch = {problem.max_tokens} without empty cells was found "
+                f"up to {rows} rows x {problem.num_slots} slots. Raise the cap or lower data_parallel_size."
+            )
+        found = [result for result in (probe(rows),) if result is not None]
+    return [(rows, cell_of) for _, rows, cell_of in sorted(found, key=lambda result: result[:2])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """One chain of the search; ``solve`` may run in several threads at once."""
+
+    problem: Problem
+    spec: ModelSpec
+    start_LE: np.ndarray
+    old_LE: np.ndarray | None
+    params: PlannerParams
+    stop: StopCriterion
+
+    def solve(self, packing: tuple[int, np.ndarray], seed: int, number: int) -> _Solution:
+        """Alternate placement and packing until the budget is spent; return the best pair seen."""
+        num_rows, cell_of = packing
+        params, rank_LE = self.params, self.start_LE
+        with ThreadPoolExecutor(1) as pool:
+            rank_LE = self._place(num_rows, cell_of, rank_LE, seed_state(seed, number, 0), pool)
+            chain = PackChain(
+                self.problem, pack_costs(self.problem, rank_LE), cell_of, num_rows, seed_state(seed, number, 1)
+            )
+            hot = params.hot_temperature
+            for turn in range(params.alternations):
+                last = turn == params.alternations - 1
+                share = params.first_share + (1 - params.first_share) * turn / max(1, params.alternations - 1)
+                chain.run(params, hot, 1.0 if last else share, self.stop.progress)
+                hot *= 0.1
+                rank_LE = self._place(num_rows, chain.best_cell_of, rank_LE, seed_state(seed, number, 2 + turn), pool)
+                chain.load(pack_costs(self.problem, rank_LE))
+        blocks = chain.state.block_ns
+        objective = (int(blocks.max()), int(blocks.sum()))
+        return _Solution(objective, chain.best_cell_of, rank_LE, num_rows)
+
+    def _place(
+        self, num_rows: int, cell_of: np.ndarray, rank_LE: np.ndarray, rng: np.ndarray, pool: ThreadPoolExecutor
+    ) -> np.ndarray:
+        problem = self.problem
+        slots = problem.num_slots
+        tokens = np.bincount(cell_of, weights=problem.lengths, minlength=num_rows * slots).astype(np.int64)
+        sent = problem.sent_rows(tokens).reshape(num_rows * problem.num_blocks, -1).max(axis=1)
+        loads = LayerLoads(problem, cell_of // (slots // problem.num_blocks), sent)
+        found = place_rows(loads, [rank_LE], self.params, int(rng[0] >> np.uint64(1)), pool)
+        if self.old_LE is None:
+            return found
+        return keep_what_pays(loads, found, self.old_LE, self._move_ns(), self.params)
+
+    def _move_ns(self) -> float:
+        """Nanoseconds a rank needs to receive one expert of one layer, over all stages."""
+        width = self.spec.moe_intermediate_size // self.problem.topology.expert_tensor_parallel_size
+        moved_bytes = 3 * self.spec.hidden_size * width * BYTES_PER_PARAMETER
+        return moved_bytes / self.params.link_gbytes_per_s * self.problem.tables.pipeline_stages
+
+
+def _as_plan(
+    problem: Problem, batch: StepBatch, cell_of: np.ndarray, placement_LE: np.ndarray, num_rows: int, provenance: dict
+) -> Plan:
+    """Price, count and certify a packing (cell = row * D + slot) and placement."""
+    row_N, slot_N = cell_of // problem.num_slots, cell_of % problem.num_slots
+    priced = evaluate(problem, row_N, slot_N, placement_LE, num_rows)
+    tables = problem.tables
+    counters = {
+        "unknown_tokens": problem.unknown_tokens,
+        "unknown_samples": problem.unknown_samples,
+        "extrapolated_lengths": int((problem.lengths > tables.measured_length_max).sum()),
+        "extrapolated_rank_loads": int((priced.rank_rows_RBPL.max(axis=2) > tables.measured_rows_max).sum()),
+    }
+    return Plan(
+        row_N=row_N, slot_N=slot_N, placement_LE=placement_LE, num_rows=num_rows, topology=problem.topology,
+        max_tokens=problem.max_tokens, sample_ids=tuple(str(s) for s in batch.sample_ids),
+        total_tokens=int(problem.lengths.sum()), predicted=priced.step_time(), default=default_time(problem),
+        lower_bound_s=lower_bound_ns(problem) * 1e-9 / tables.pipeline_stages,
+        counters=counters, notes=tables.notes,
+        provenance={"batch_hash": batch.data_hash, "tables_hash": tables.tables_hash, **provenance},
+    )  # fmt: skip
+
+
+def price_default(problem: Problem) -> Evaluation:
+    """Price what a job without a planner does: first-fit decreasing, experts in place."""
+    row_N, slot_N, rows = pack_ffd(problem)
+    return evaluate(problem, row_N, slot_N, identity_placement(problem), rows)
+
+
+def default_time(problem: Problem) -> StepTime:
+    """Return the predicted time of :func:`price_default`."""
+    return price_default(problem).step_time()

@@ -1,0 +1,116 @@
+"""Pack samples into rows and slots under a fixed placement: state for the kernels and one annealing leg.
+
+Shape suffixes: N samples, L MoE layers, E experts, P EP ranks. A *cell* number here is ``unit * S + slot in block``
+with ``unit = row * B + block``, which equals ``row * D + slot``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from search.packing_kernels import PackCosts, PackState, anneal, fill_state, objective
+from search.params import PlannerParams
+from search.problem import Problem
+
+LEG_PROPOSALS = 4096
+"""Proposals at one temperature between two looks at the budget."""
+
+
+def sample_loads(problem: Problem, rank_LE: np.ndarray) -> np.ndarray:
+    """Return the routed rows of each sample on each EP rank, [N, P, L] int32."""
+    order = np.argsort(rank_LE, axis=1, kind="stable")
+    layers, per_rank = np.arange(problem.num_layers)[:, None], problem.num_experts // problem.num_ranks
+    by_rank = problem.counts[:, layers, order].reshape(problem.num_samples, problem.num_layers, -1, per_rank)
+    return np.ascontiguousarray(by_rank.sum(axis=3, dtype=np.int32).transpose(0, 2, 1))
+
+
+def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
+    """Return the kernels' constants for a placement (rank of each expert, [L, E])."""
+    topology, tables = problem.topology, problem.tables
+    by_length = np.argsort(problem.lengths, kind="stable")
+    length_rank = np.empty_like(by_length)
+    length_rank[by_length] = np.arange(by_length.size)
+    return PackCosts(
+        lengths=problem.lengths,
+        loads=sample_loads(problem, rank_LE),
+        sequence_ns=problem.sequence_ns,
+        cell_ns=problem.cell_ns,
+        expert_ns=problem.expert_ns,
+        exchange_ns=problem.exchange_ns,
+        both_ns=problem.expert_ns + problem.exchange_ns,
+        by_length=by_length,
+        length_rank=length_rank,
+        scalars=np.array(
+            [tables.tokens_shift, tables.rows_shift, problem.top_k * topology.blocks_per_slot,
+             topology.ranks_per_slot, topology.slots_per_block, problem.num_blocks, tables.row_fixed_ns], np.int64
+        ),
+    )  # fmt: skip
+
+
+def pack_state(problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows: int) -> PackState:
+    """Return the state of a packing given by the cell of each sample, [N]."""
+    cells, units = num_rows * problem.num_slots, num_rows * problem.num_blocks
+    per_cell = min(problem.num_samples, problem.max_tokens // max(1, int(problem.lengths.min())))
+    state = PackState(
+        cell_of=cell_of.astype(np.int64),
+        members=np.zeros((cells, per_cell + 1), np.int64),
+        place_of=np.zeros(problem.num_samples, np.int64),
+        cell_count=np.zeros(cells, np.int64),
+        cell_tokens=np.zeros(cells, np.int64),
+        core_ns=np.zeros((cells, problem.sequence_ns.shape[1]), np.int64),
+        cell_ns=np.zeros((problem.sequence_ns.shape[1], cells), np.int64),
+        unit_rows=np.zeros((units, problem.num_ranks, problem.num_layers), np.int32),
+        unit_ns=np.zeros(units, np.int64),
+        unit_experts=np.zeros((units, 3), np.int64),
+        block_ns=np.zeros(problem.num_blocks, np.int64),
+        peak=np.zeros(problem.num_layers, np.int32),
+    )
+    fill_state(costs, state)
+    return state
+
+
+class PackChain:
+    """Anneal one packing; ``best_cell_of`` is always the best packing seen and always feasible."""
+
+    def __init__(self, problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows: int, rng: np.ndarray) -> None:
+        self.problem, self.num_rows, self.rng = problem, num_rows, rng
+        self.best_cell_of = cell_of.astype(np.int64)
+        self.proposals = 0
+        self.priced = 0
+        self.load(costs)
+
+    def load(self, costs: PackCosts) -> None:
+        """Take another placement's costs and start again from the best packing."""
+        self.costs = costs
+        self.state = pack_state(self.problem, costs, self.best_cell_of, self.num_rows)
+        self.best = np.array([objective(costs, self.state)], np.int64)
+
+    def restart(self) -> None:
+        """Go back to the best packing seen."""
+        self.state.cell_of[:] = self.best_cell_of
+        fill_state(self.costs, self.state)
+
+    def run(
+        self,
+        params: PlannerParams,
+        hot: float,
+        until: float,
+        progress: Callable[[int], float],
+        leg: int = LEG_PROPOSALS,
+    ) -> None:
+        """Anneal from ``hot`` to the cold temperature (shares of a unit's mean time) until ``progress`` says
+        ``until``."""
+        mean_ns = int(self.state.unit_ns.sum()) // len(self.state.unit_ns) * (1 + (self.problem.num_blocks > 1))
+        shares = [round(1024 * share) for share in (params.relocate_share, params.similar_share)]
+        limits = np.array([self.problem.max_tokens, *shares], np.int64)
+        begin = progress(self.proposals)
+        cold = min(hot, params.cold_temperature) or 1e-12
+        while (now := progress(self.proposals)) < until:
+            share = (now - begin) / (until - begin)
+            temperature = int(mean_ns * 2 * hot * (cold / hot) ** share) if hot > 0 else 0
+            priced, _ = anneal(self.costs, self.state, self.best_cell_of, self.rng, temperature, leg, limits, self.best)
+            self.proposals += leg
+            self.priced += priced
+        self.restart()

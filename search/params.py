@@ -1,0 +1,83 @@
+"""Knobs of the planner, each with its meaning and the range the tuner may search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerParams:
+    """Hold the planner's settings; defaults are good for a few seconds of planning on two cores."""
+
+    max_iterations: int = 1_000_000
+    """Packing proposals per chain when no other budget is given."""
+    starts: int = 2
+    """Independent chains; the best one's plan is returned."""
+    alternations: int = 2
+    """Times a chain goes through packing and then placement."""
+    first_share: float = 0.6
+    """Share of a chain's budget spent before its first row-aware placement."""
+    extra_rows: int = 6
+    """Rows above the least number that are tried."""
+    hot_temperature: float = 1e-3
+    """First annealing temperature, as a share of the mean time of a (row, block)."""
+    cold_temperature: float = 3e-6
+    """Last annealing temperature, likewise."""
+    relocate_share: float = 0.15
+    """Share of proposals that move one sample instead of swapping two."""
+    similar_share: float = 0.5
+    """Share of proposals that swap samples of similar length."""
+    placement_swaps: int = 10_000
+    """Expert swaps proposed per layer in every placement pass."""
+    placement_temperature: float = 1e-2
+    """First temperature of the placement, as a share of a layer's mean time in one (row, block)."""
+    horizon_steps: float = 10.0
+    """Steps over which a new placement must pay for moving its experts."""
+    stickiness: float = 1.0
+    """Factor on the price of moving experts: 0 moves them for free, larger keeps the old placement longer."""
+    link_gbytes_per_s: float = 25.0
+    """Bandwidth of one rank for moving experts and their optimizer state, in 1e9 bytes a second (assumed)."""
+
+    def __post_init__(self) -> None:
+        at_least = {"max_iterations": 1, "starts": 1, "alternations": 1, "extra_rows": 0, "placement_swaps": 0,
+                    "hot_temperature": 0, "cold_temperature": 0, "placement_temperature": 0, "horizon_steps": 0,
+                    "stickiness": 0}  # fmt: skip
+        for name, least in at_least.items():
+            if not least <= getattr(self, name) < float("inf"):
+                raise ValueError(f"Expected {name} >= {least} and finite, got {getattr(self, name)}.")
+        for name in ("relocate_share", "similar_share", "first_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"Expected {name} between 0 and 1, got {getattr(self, name)}.")
+        if not self.relocate_share + self.similar_share <= 1:
+            raise ValueError(
+                f"Expected relocate_share + similar_share <= 1, got {self.relocate_share} + {self.similar_share}."
+            )
+        if not self.link_gbytes_per_s > 0:
+            raise ValueError(f"Expected link_gbytes_per_s > 0, got {self.link_gbytes_per_s}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Hold the values a tuner may give to one knob."""
+
+    low: float
+    high: float
+    log: bool = False
+    integer: bool = False
+
+
+TUNABLE: dict[str, Range] = {
+    "max_iterations": Range(10_000, 4_000_000, log=True, integer=True),
+    "alternations": Range(1, 4, integer=True),
+    "first_share": Range(0.2, 0.9),
+    "extra_rows": Range(0, 8, integer=True),
+    "hot_temperature": Range(1e-5, 1e-2, log=True),
+    "cold_temperature": Range(1e-7, 1e-5, log=True),
+    "relocate_share": Range(0.02, 0.4),
+    "similar_share": Range(0.1, 0.6),
+    "placement_swaps": Range(1_000, 100_000, log=True, integer=True),
+    "placement_temperature": Range(1e-5, 1e-1, log=True),
+    "stickiness": Range(0.25, 4.0, log=True),
+}
+
+assert set(TUNABLE) <= {f.name for f in fields(PlannerParams)}

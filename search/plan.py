@@ -1,0 +1,201 @@
+"""The result of planning one step: who goes where, what it should cost, and whether it keeps every constraint.
+
+Shape suffixes: N samples, R rows, D DP slots, L MoE layers, E experts.
+
+Invariants (``check_plan``): every sample exactly once; every cell at most ``max_tokens`` tokens and never empty; the
+same number of rows on every slot, a multiple of what the pipeline asks; every layer's placement a bijection with
+exactly E / P experts on each EP rank, the same in every block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiler import RoutePackError, Topology
+from profiler.files import content_hash, read_json, write_json
+
+PLAN_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Hold a predicted step time in seconds and its parts on the slowest EP block."""
+
+    step_time_s: float
+    attention_s: float
+    """Attention, projections, shared experts and dense layers."""
+    experts_s: float
+    rest_s: float
+    """Dispatch, combine and the fixed cost of rows."""
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the four numbers by name."""
+        return {name: getattr(self, name) for name in ("step_time_s", "attention_s", "experts_s", "rest_s")}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Hold one step's packing and placement with their predicted cost.
+
+    ``row_N`` and ``slot_N`` give each sample's cell; ``placement_LE[l, e]`` is the physical slot of logical expert e
+    (its EP rank is ``slot // (E / P)``).
+    """
+
+    row_N: np.ndarray
+    slot_N: np.ndarray
+    placement_LE: np.ndarray
+    num_rows: int
+    topology: Topology
+    max_tokens: int
+    sample_ids: tuple[str, ...]
+    total_tokens: int
+    predicted: StepTime
+    default: StepTime
+    """First-fit decreasing with experts in place, priced by the same tables."""
+    lower_bound_s: float
+    """No plan of this batch can be faster by the same tables."""
+    counters: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Hashes of batch and tables, parameters, seed, iterations and why the search stopped."""
+
+    @property
+    def gap(self) -> float:
+        """Predicted time above the lower bound, as a share of the bound."""
+        return self.predicted.step_time_s / self.lower_bound_s - 1.0
+
+    @property
+    def plan_hash(self) -> str:
+        """SHA-256 of all decisions: ranks compare it before the first collective."""
+        return content_hash(
+            {"micro_batches": self.micro_batches(), "logical_to_physical": self.placement_LE.tolist(),
+             "sample_ids": list(self.sample_ids), "topology": self.topology}
+        )  # fmt: skip
+
+    @property
+    def placement_id(self) -> str:
+        """SHA-256 of the placement alone: weights laid out for another one must be permuted first."""
+        return content_hash(self.placement_LE.tolist())
+
+    def micro_batches(self) -> list[list[list[int]]]:
+        """Return ``[dp_rank][row] = [sample indices]``, ascending inside a cell."""
+        cells: list[list[list[int]]] = [
+            [[] for _ in range(self.num_rows)] for _ in range(self.topology.data_parallel_size)
+        ]
+        for sample, (slot, row) in enumerate(zip(self.slot_N.tolist(), self.row_N.tolist(), strict=True)):
+            cells[slot][row].append(sample)
+        return cells
+
+    def packed_order(self) -> np.ndarray:
+        """Return the sample indices in execution order (slot by slot, row by row), [N]."""
+        return np.lexsort((np.arange(len(self.row_N)), self.row_N, self.slot_N))
+
+    def physical_to_logical(self) -> np.ndarray:
+        """Return the logical expert in each physical slot, [L, E] (SGLang's ``physical_to_logical_map``)."""
+        return np.argsort(self.placement_LE, axis=1, kind="stable")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``plan.json`` holds."""
+        order = self.packed_order()
+        return {
+            "schema_version": PLAN_SCHEMA_VERSION,
+            "plan_hash": self.plan_hash,
+            "placement_id": self.placement_id,
+            "topology": {name: getattr(self.topology, name) for name in Topology.__dataclass_fields__},
+            "max_tokens_per_microbatch": self.max_tokens,
+            "num_microbatches": self.num_rows,
+            "micro_batches": self.micro_batches(),
+            "sample_ids": list(self.sample_ids),
+            "packed_order": order.tolist(),
+            "inverse_order": np.argsort(order, kind="stable").tolist(),
+            "logical_to_physical": self.placement_LE.tolist(),
+            "physical_to_logical": self.physical_to_logical().tolist(),
+            "denominators": {"num_samples": len(self.row_N), "num_tokens": self.total_tokens},
+            "predicted": self.predicted.to_dict(),
+            "default": self.default.to_dict(),
+            "lower_bound_s": self.lower_bound_s,
+            "gap": self.gap,
+            "counters": self.counters,
+            "notes": list(self.notes),
+            "provenance": self.provenance,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """Rebuild a plan.
+
+        Raises
+        ------
+        RoutePackError
+            If keys are missing, the schema is another one, or the hash does not match the content.
+        """
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != PLAN_SCHEMA_VERSION:
+            raise RoutePackError(f"Plan has schema_version {version!r}, this version reads {PLAN_SCHEMA_VERSION}.")
+        try:
+            count = data["denominators"]["num_samples"]
+            row_N, slot_N = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
+            for slot, rows in enumerate(data["micro_batches"]):
+                for row, cell in enumerate(rows):
+                    row_N[cell], slot_N[cell] = row, slot
+            plan = cls(
+                row_N=row_N,
+                slot_N=slot_N,
+                placement_LE=np.array(data["logical_to_physical"], np.int64),
+                num_rows=data["num_microbatches"],
+                topology=Topology(**data["topology"]),
+                max_tokens=data["max_tokens_per_microbatch"],
+                sample_ids=tuple(data["sample_ids"]),
+                total_tokens=data["denominators"]["num_tokens"],
+                predicted=StepTime(**data["predicted"]),
+                default=StepTime(**data["default"]),
+                lower_bound_s=data["lower_bound_s"],
+                counters=data["counters"],
+                notes=tuple(data["notes"]),
+                provenance=data["provenance"],
+            )
+            if plan.plan_hash != data["plan_hash"]:
+                raise RoutePackError("Plan's content does not match its plan_hash: the file was edited or damaged.")
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise RoutePackError(f"Plan is damaged: {type(error).__name__} {error}. Plan the step again.") from None
+        return plan
+
+    def save(self, path: Path | str) -> None:
+        """Write ``plan.json`` through a temporary name."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """Read ``plan.json``; see :meth:`from_dict`."""
+        return cls.from_dict(read_json(path, "Plan"))
+
+
+def check_plan(plan: Plan, lengths: np.ndarray, num_experts: int) -> None:
+    """Raise :class:`RoutePackError` naming the first broken hard constraint."""
+    slots, rows = plan.topology.data_parallel_size, plan.num_rows
+    if len(plan.row_N) != len(lengths) or len(plan.slot_N) != len(lengths):
+        raise RoutePackError(f"Plan holds {len(plan.row_N)} samples, the batch {len(lengths)}.")
+    bad = np.flatnonzero((plan.row_N < 0) | (plan.row_N >= rows) | (plan.slot_N < 0) | (plan.slot_N >= slots))
+    if bad.size:
+        raise RoutePackError(f"Sample {plan.sample_ids[bad[0]]} is in no cell of {rows} rows x {slots} slots.")
+    cell = plan.row_N * slots + plan.slot_N
+    tokens = np.bincount(cell, weights=lengths, minlength=rows * slots)
+    full = int(np.argmax(tokens))
+    if tokens[full] > plan.max_tokens:
+        raise RoutePackError(
+            f"Cell (row {full // slots}, slot {full % slots}) holds {int(tokens[full])} tokens, cap {plan.max_tokens}."
+        )
+    empty = np.flatnonzero(np.bincount(cell, minlength=rows * slots) == 0)
+    if empty.size:
+        raise RoutePackError(f"Cell (row {empty[0] // slots}, slot {empty[0] % slots}) is empty.")
+    if rows % plan.topology.row_multiple:
+        raise RoutePackError(f"{rows} rows are not a multiple of {plan.topology.row_multiple} (virtual pipeline).")
+    if plan.placement_LE.shape[1] != num_experts:
+        raise RoutePackError(f"Placement holds {plan.placement_LE.shape[1]} experts, the model {num_experts}.")
+    wrong = np.flatnonzero((np.sort(plan.placement_LE, axis=1) != np.arange(num_experts)).any(axis=1))
+    if wrong.size:
+        raise RoutePackError(f"Placement of MoE layer {wrong[0]} is not a bijection of experts and slots.")

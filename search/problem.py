@@ -1,0 +1,200 @@
+"""One optimizer step to plan: the sealed batch, its costs as integer arrays, and the policies checked before any
+search.
+
+Shape suffixes: N samples, L MoE layers, E experts, C attention classes, D DP slots, B EP blocks, P EP ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels import StepTables, lookup_many_ns
+from profiler import ModelSpec, RoutePackError, Topology
+from profiler.files import arrays_hash
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Hold all samples of one optimizer step as the rollout left them."""
+
+    lengths: np.ndarray
+    """[N] int64: tokens of each sample (prompt and response)."""
+    expert_counts: np.ndarray
+    """[N, L, E] integer: tokens of the sample that use each expert; tokens without a known route are not in it."""
+    sample_ids: np.ndarray
+    """[N] text: the caller's name of each sample."""
+    known_tokens: np.ndarray
+    """[N] int64: tokens with known routes; every layer's counts sum to ``top_k * known_tokens``."""
+    prompt_ids: np.ndarray | None = None
+    """[N] int64: which prompt a sample answers, where known."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the step (N)."""
+        return len(self.lengths)
+
+    @property
+    def data_hash(self) -> str:
+        """SHA-256 of lengths, counts and ids."""
+        return arrays_hash(
+            lengths=np.asarray(self.lengths, np.int64), expert_counts=np.asarray(self.expert_counts, np.int32),
+            known_tokens=np.asarray(self.known_tokens, np.int64), sample_ids=np.asarray(self.sample_ids, np.str_),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Hold one step as the search sees it: integer loads and integer nanoseconds.
+
+    ``ns`` here means nanoseconds summed over all layers of all pipeline stages; divide by the stages for wall time.
+    """
+
+    lengths: np.ndarray
+    """[N] int64."""
+    counts: np.ndarray
+    """[N, L, E] int32: expert loads with unknown tokens filled in as the sample's average token."""
+    sequence_ns: np.ndarray
+    """[N, C] int64: what a sample adds to its cell, all layers of the class."""
+    cell_ns: np.ndarray
+    """[C, K] int64: what a cell costs by its tokens, all layers of the class."""
+    expert_ns: np.ndarray
+    """[K] int64: one layer by the rows of its slowest rank."""
+    exchange_ns: np.ndarray
+    """[K] int64: one layer by the rows of its busiest sender or receiver."""
+    tables: StepTables
+    topology: Topology
+    top_k: int
+    max_tokens: int
+    unknown_tokens: int
+    unknown_samples: int
+    """Samples with no known route at all."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples (N)."""
+        return len(self.lengths)
+
+    @property
+    def num_slots(self) -> int:
+        """DP slots (D)."""
+        return self.topology.data_parallel_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Groups of slots that share barriers inside a row (B)."""
+        return self.topology.num_blocks
+
+    @property
+    def num_ranks(self) -> int:
+        """EP ranks of a block (P)."""
+        return self.topology.expert_model_parallel_size
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers (L)."""
+        return self.counts.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        """Logical experts of a layer (E)."""
+        return self.counts.shape[2]
+
+    def sent_rows(self, cell_tokens: np.ndarray) -> np.ndarray:
+        """Return the rows (token, expert pairs) that one rank of a slot sends, given the tokens of its cell."""
+        return cell_tokens * self.top_k * self.topology.blocks_per_slot // self.topology.ranks_per_slot
+
+
+def build_problem(
+    batch: StepBatch, tables: StepTables, spec: ModelSpec, topology: Topology, max_tokens: int
+) -> Problem:
+    """Check the stated policies and turn a batch into integer costs.
+
+    Raises
+    ------
+    RoutePackError
+        If the step is empty, has fewer samples than DP slots, holds a sample above the cap, carries no routes at all,
+        does not fit the model, or the experts do not divide over the EP ranks.
+    """
+    _check_policies(batch, spec, topology, max_tokens)
+    lengths = np.ascontiguousarray(batch.lengths, dtype=np.int64)
+    layers = tables.class_layers[:, None]
+    sequence = np.stack([lookup_many_ns(t, tables.length_shift, lengths) for t in tables.sequence_ns])
+    return Problem(
+        lengths=lengths,
+        counts=_fill_unknown(batch, spec.top_k),
+        sequence_ns=np.ascontiguousarray((sequence * layers).T),
+        cell_ns=np.ascontiguousarray(np.stack(tables.cell_ns) * layers),
+        expert_ns=tables.expert_rank_ns,
+        exchange_ns=tables.exchange_ns,
+        tables=tables,
+        topology=topology,
+        top_k=spec.top_k,
+        max_tokens=max_tokens,
+        unknown_tokens=int((lengths - batch.known_tokens).sum()),
+        unknown_samples=int((batch.known_tokens == 0).sum()),
+    )
+
+
+def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_tokens: int) -> None:
+    count, slots = batch.num_samples, topology.data_parallel_size
+    if count == 0:
+        raise RoutePackError("The step is empty: 0 samples. Skip the step, or check what dropped them.")
+    shape = (spec.num_moe_layers, spec.num_experts)
+    if batch.expert_counts.shape[1:] != shape:
+        raise RoutePackError(
+            f"expert_counts has {batch.expert_counts.shape[1]} layers x {batch.expert_counts.shape[2]} experts, "
+            f"{spec.name} has {shape[0]} MoE layers x {shape[1]} experts. Use the batch's own model."
+        )
+    if spec.num_experts % topology.expert_model_parallel_size:
+        raise RoutePackError(
+            f"{spec.num_experts} experts do not divide over expert_model_parallel_size = "
+            f"{topology.expert_model_parallel_size}. Choose a divisor."
+        )
+    check_lengths(batch, max_tokens)
+    if count < slots:
+        raise RoutePackError(
+            f"{count} samples cannot fill {slots} DP slots: every slot needs at least one sample a row. "
+            f"Collect at least {slots} samples a step, or lower data_parallel_size."
+        )
+    if not batch.known_tokens.any():
+        raise RoutePackError(
+            "No sample of the step carries routes, so experts cannot be placed. Enable routing replay in the rollout."
+        )
+
+
+def check_lengths(batch: StepBatch, max_tokens: int) -> None:
+    """Raise :class:`RoutePackError` naming the longest sample if any exceeds the cap."""
+    longest = int(np.argmax(batch.lengths))
+    if batch.lengths[longest] > max_tokens:
+        over = int((batch.lengths > max_tokens).sum())
+        raise RoutePackError(
+            f"Sample {batch.sample_ids[longest]} has {batch.lengths[longest]} tokens, above max_tokens_per_microbatch "
+            f"= {max_tokens} ({over} of {batch.num_samples} samples are). Samples cannot be split: raise the cap to at "
+            f"least {batch.lengths[longest]} or truncate the rollout."
+        )
+
+
+def _fill_unknown(batch: StepBatch, top_k: int) -> np.ndarray:
+    """Return counts in which tokens without a route are spread like the sample's own average token.
+
+    A sample without any route takes the batch's average token. Sums stay exact (largest remainder, ties by expert id).
+    """
+    counts = np.ascontiguousarray(batch.expert_counts, dtype=np.int32)
+    partial = np.flatnonzero(batch.known_tokens < batch.lengths)
+    if partial.size == 0:
+        return counts
+    counts = counts.copy()
+    known = batch.known_tokens[partial].astype(np.int64)
+    basis = counts[partial].astype(np.int64)
+    total, total_known = counts.sum(axis=0, dtype=np.int64), int(batch.known_tokens.sum())
+    basis[known == 0] = total
+    known[known == 0] = total_known
+    scaled = basis * batch.lengths[partial, None, None].astype(np.int64)
+    filled, remainder = np.divmod(scaled, known[:, None, None])
+    missing = top_k * batch.lengths[partial, None] - filled.sum(axis=2)
+    rank = np.argsort(np.argsort(-remainder, axis=2, kind="stable"), axis=2, kind="stable")
+    filled += rank < missing[:, :, None]
+    counts[partial] = filled
+    return counts

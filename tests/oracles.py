@@ -1,0 +1,81 @@
+"""Slow, obvious versions of what the project computes fast; nothing here is clever."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+
+def lookup_slow(table, shift, x):
+    """Linear interpolation between nodes every ``1 << shift``, rounded down."""
+    step = 1 << shift
+    node, rest = divmod(int(x), step)
+    low, high = int(table[node]), int(table[node + 1])
+    return low + (high - low) * rest // step
+
+
+def step_ns_slow(problem, row_N, slot_N, placement_LE, num_rows):
+    """Time of a step by the definition: per block, row and layer two maxima; the slowest block."""
+    topology, tables = problem.topology, problem.tables
+    slots, blocks, ranks = problem.num_slots, problem.num_blocks, problem.num_ranks
+    per_block, per_rank = slots // blocks, problem.num_experts // ranks
+    block_times = []
+    for block in range(blocks):
+        total = 0
+        for row in range(num_rows):
+            in_block = range(block * per_block, (block + 1) * per_block)
+            cells = {d: [i for i in range(len(row_N)) if row_N[i] == row and slot_N[i] == d] for d in in_block}
+            tokens = {d: sum(int(problem.lengths[i]) for i in cells[d]) for d in in_block}
+            for c in range(problem.cell_ns.shape[0]):
+                total += max(
+                    lookup_slow(problem.cell_ns[c], tables.tokens_shift, tokens[d])
+                    + sum(int(problem.sequence_ns[i, c]) for i in cells[d])
+                    for d in in_block
+                )
+            sent = max(
+                tokens[d] * problem.top_k * topology.blocks_per_slot // topology.ranks_per_slot for d in in_block
+            )
+            for layer in range(problem.num_layers):
+                rows = [0] * ranks
+                for d in in_block:
+                    for i in cells[d]:
+                        for expert in range(problem.num_experts):
+                            rows[placement_LE[layer, expert] // per_rank] += int(problem.counts[i, layer, expert])
+                if max(rows) >= sent:
+                    total += lookup_slow(problem.expert_ns + problem.exchange_ns, tables.rows_shift, max(rows))
+                else:
+                    total += lookup_slow(problem.expert_ns, tables.rows_shift, max(rows))
+                    total += lookup_slow(problem.exchange_ns, tables.rows_shift, sent)
+            total += tables.row_fixed_ns
+        block_times.append(total)
+    return max(block_times), block_times
+
+
+def best_step_ns(problem, max_rows):
+    """The optimum over every capped packing into at most ``max_rows`` rows and every placement, by enumeration."""
+    best = None
+    for num_rows in range(1, max_rows + 1):
+        cells = num_rows * problem.num_slots
+        for packing in itertools.product(range(cells), repeat=problem.num_samples):
+            tokens = np.bincount(packing, weights=problem.lengths, minlength=cells)
+            if len(set(packing)) < cells or tokens.max() > problem.max_tokens:
+                continue
+            row_N, slot_N = np.array(packing) // problem.num_slots, np.array(packing) % problem.num_slots
+            time = _best_placement_ns(problem, row_N, slot_N, num_rows)
+            best = time if best is None else min(best, time)
+    return best
+
+
+def _best_placement_ns(problem, row_N, slot_N, num_rows):
+    """Layers separate when there is one block: take the best bijection of each."""
+    identity = np.tile(np.arange(problem.num_experts), (problem.num_layers, 1))
+    total = step_ns_slow(problem, row_N, slot_N, identity, num_rows)[0]
+    for layer in range(problem.num_layers):
+        times = []
+        for order in itertools.permutations(range(problem.num_experts)):
+            placement = identity.copy()
+            placement[layer] = order
+            times.append(step_ns_slow(problem, row_N, slot_N, placement, num_rows)[0])
+        total += min(times) - times[0]
+    return total

@@ -1,0 +1,95 @@
+import json
+
+import pytest
+
+from profiler import SHIPPED_MODELS, ModelSpec, RoutePackError, load_model
+
+# name: (hidden, layers, MoE layers, heads, kv heads, qk dim, v dim, experts, top-k, expert width, shared, projections)
+SHIPPED = {
+    "Qwen3-30B-A3B": (2048, 48, 48, 32, 4, 128, 128, 128, 8, 768, 0, ((5120, 2048), (2048, 4096))),
+    "Qwen3-235B-A22B": (4096, 94, 94, 64, 4, 128, 128, 128, 8, 1536, 0, ((9216, 4096), (4096, 8192))),
+    "DeepSeek-V3": (
+        7168, 61, 58, 128, 128, 192, 128, 256, 8, 2048, 2048,
+        ((1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)),
+    ),
+    "gpt-oss-20b": (2880, 24, 24, 64, 8, 64, 64, 32, 4, 2880, 0, ((5120, 2880), (2880, 4096))),
+    "Mixtral-8x7B": (4096, 32, 32, 32, 8, 128, 128, 8, 2, 14336, 0, ((6144, 4096), (4096, 4096))),
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 128,
+}  # fmt: skip
+
+
+def test_every_shipped_model_is_listed_here():
+    assert set(SHIPPED) == set(SHIPPED_MODELS)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_models_hold_the_published_shapes(name):
+    spec = load_model(name)
+    assert (
+        spec.hidden_size, spec.num_layers, spec.num_moe_layers, spec.num_attention_heads, spec.num_key_value_heads,
+        spec.qk_head_dim, spec.v_head_dim, spec.num_experts, spec.top_k, spec.moe_intermediate_size,
+        spec.shared_intermediate_size, spec.attention_projections(),
+    ) == SHIPPED[name]  # fmt: skip
+    assert spec.name == name
+
+
+def test_layer_kinds_of_shipped_models():
+    oss, deepseek, qwen = (load_model(name) for name in ("gpt-oss-20b", "DeepSeek-V3", "Qwen3-30B-A3B"))
+    assert oss.windows == (128, 0) * 12
+    assert deepseek.moe_layers == (False,) * 3 + (True,) * 58
+    assert deepseek.feed_forward(deepseek.dense_intermediate_size) == ((36864, 7168), (7168, 18432))
+    assert set(qwen.windows) == {0}
+    assert all(qwen.moe_layers)
+
+
+def test_projections_are_cut_by_tensor_parallelism():
+    spec = load_model("Qwen3-30B-A3B")
+    assert spec.attention_projections(8) == ((768, 2048), (2048, 512))
+    assert spec.feed_forward(0) == ()
+
+
+def test_equal_shapes_have_equal_hashes_whatever_their_names():
+    first, second = ModelSpec.from_config(SMALL, "a"), ModelSpec.from_config(SMALL, "b")
+    assert first.spec_hash == second.spec_hash
+    assert first.spec_hash != ModelSpec.from_config({**SMALL, "hidden_size": 128}, "a").spec_hash
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "num_experts", "num_experts_per_tok"])
+def test_a_missing_field_is_named(field):
+    config = {key: value for key, value in SMALL.items() if key != field}
+    with pytest.raises(RoutePackError, match=field):
+        ModelSpec.from_config(config, "small")
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", "64"), ("hidden_size", 64.0), ("num_experts", True)])
+def test_a_field_of_another_type_is_named(field, value):
+    with pytest.raises(RoutePackError, match=field):
+        ModelSpec.from_config({**SMALL, field: value}, "small")
+
+
+def test_impossible_values_are_errors():
+    with pytest.raises(RoutePackError, match="top_k"):
+        ModelSpec.from_config({**SMALL, "num_experts_per_tok": 9}, "small")
+    with pytest.raises(RoutePackError, match="MoE layer"):
+        ModelSpec.from_config({**SMALL, "mlp_only_layers": [0, 1]}, "small")
+
+
+def test_models_are_read_from_a_path_relative_to_a_folder(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(SMALL))
+    assert load_model("mine", tmp_path) == load_model("mine/config.json", tmp_path)
+    assert load_model("mine", tmp_path).name == "mine"
+
+
+def test_unknown_and_broken_models_are_errors(tmp_path):
+    with pytest.raises(RoutePackError, match="neither shipped"):
+        load_model("Qwen3-31B", tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(RoutePackError, match="not a JSON object"):
+        load_model("config.json", tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": ')
+    with pytest.raises(RoutePackError, match="cannot be read"):
+        load_model("config.json", tmp_path)

@@ -1,0 +1,31 @@
+import dataclasses
+
+import pytest
+
+from profiler import ProfileParams
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ProfileParams) if f.type in ("int", "float")])
+def test_not_a_number_is_never_accepted(field):
+    with pytest.raises(ValueError, match=field):
+        ProfileParams(**{field: NAN})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_points", 5), ("max_points", 10.0), ("repeats", 0), ("min_repeats", 8), ("threads", -1), ("seed", True),
+        ("size_fraction", 0), ("size_fraction", 1.5), ("load_factor", 0), ("max_case_seconds", float("inf")),
+        ("max_memory_gib", -1), ("dtype", "int8"), ("anchor_every", 0), ("max_drift", 0),
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        ProfileParams(**{field: value})
+
+
+def test_params_are_frozen_and_say_what_each_field_means():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ProfileParams().repeats = 1

@@ -1,0 +1,219 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from profiler import Measurements, ModelSpec, Observer, ProfileParams, RoutePackError, Topology, profile_device
+from profiler.journal import JOURNAL_NAME, Journal
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 64,
+}  # fmt: skip
+SPEC = ModelSpec.from_config(CONFIG, "small")
+TOPOLOGY = Topology(data_parallel_size=2, expert_model_parallel_size=2)
+CAP = 256
+PARAMS = {
+    "max_points": 6, "repeats": 2, "min_repeats": 1, "max_case_seconds": 2.0, "threads": 1, "dtype": "float32",
+    "max_drift": 1e9,
+}  # fmt: skip
+JOB = f"""
+import sys
+from profiler import ModelSpec, Observer, ProfileParams, Topology, profile_device
+
+class Printer(Observer):
+    def advance(self, what, message=""):
+        print(message, flush=True)
+
+spec = ModelSpec.from_config({CONFIG!r}, "small")
+topology = Topology(data_parallel_size=2, expert_model_parallel_size=2)
+profile_device(spec, topology, {CAP}, ProfileParams(**{PARAMS!r}), sys.argv[1], "cpu", Printer())
+"""
+
+
+def profile(out, spec=SPEC, observer=None, **params):
+    return profile_device(spec, TOPOLOGY, CAP, ProfileParams(**{**PARAMS, **params}), out, "cpu", observer)
+
+
+def journal_lines(out):
+    return [json.loads(line) for line in (out / JOURNAL_NAME).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished")
+    return out, profile(out)
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+class Counter(Observer):
+    def __init__(self):
+        self.total, self.messages, self.open = 0, [], 0
+
+    def start(self, what, total):
+        self.total, self.open = total, self.open + 1
+
+    def advance(self, what, message=""):
+        self.messages.append(message)
+
+    def finish(self, what):
+        self.open -= 1
+
+
+def test_a_sweep_times_every_operation_both_ways(finished):
+    out, measurements = finished
+    for op in ("attention", "dense", "experts"):
+        forward, backward = (measurements.select(op=op, direction=d, status="ok") for d in ("forward", "backward"))
+        assert len(forward) == len(backward) > 3
+    rows = measurements.rows
+    assert set(rows["source"]) == {"measured"}
+    assert (rows["time_us"] > 0).all()
+    assert all(len(samples) >= 1 for samples in rows["repeats_us"])
+    assert (rows["kernel"] != "").all()
+    meta = measurements.meta
+    assert meta["backward"] == "measured"
+    assert (meta["dtype"], meta["threads"]) == ("float32", 1)
+    assert meta["fingerprint"]["kind"] == "cpu"
+    assert len(meta["anchor"]["readings"]) >= 2
+    assert ModelSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in meta["model"].items()}) == SPEC
+    loaded = Measurements.load(out)
+    np.testing.assert_array_equal(loaded.rows["time_us"], rows["time_us"])
+    assert loaded.meta == json.loads(json.dumps(meta))
+
+
+def test_a_finished_sweep_is_not_timed_again(copy):
+    before = [line for line in journal_lines(copy) if "rows" in line]
+    counter = Counter()
+    again = profile(copy, observer=counter)
+    after = [line for line in journal_lines(copy) if "rows" in line]
+    # At most a second look at doubtful cases, never the whole again.
+    assert after[: len(before)] == before
+    assert set(counter.messages[: counter.total]) == {"done before"} or len(after) > len(before)
+    assert counter.open == 0
+    assert len(again) == len(Measurements.load(copy))
+
+
+def test_a_killed_sweep_continues_and_loses_no_finished_case(tmp_path, finished):
+    # FC-33: kill -9 in the middle, once more while a line is half written.
+    out = tmp_path / "out"
+    job = subprocess.Popen([sys.executable, "-c", JOB, str(out)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for _ in range(3):
+        job.stdout.readline()
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    job.stdout.close()
+    assert not (out / "measurements.parquet").exists()
+    done = [line["rows"] for line in journal_lines(out) if "rows" in line]
+    assert 3 <= len(done) < len(finished[1]) // 2
+    with open(out / JOURNAL_NAME, "ab") as stream:
+        stream.write(b'{"rows":[{"case_id":"0123')
+    counter = Counter()
+    measurements = profile(out, observer=counter)
+    assert counter.messages.count("done before") == len(done)
+    lines = [line["rows"] for line in journal_lines(out) if "rows" in line]
+    assert lines[: len(done)] == done
+    assert len(measurements) == 2 * len({rows[0]["case_id"] for rows in lines})
+    # The same cases as an undisturbed sweep of a device this fast.
+    assert set(finished[1].rows["case_id"]) == set(measurements.rows["case_id"])
+
+
+def test_two_jobs_never_share_a_folder(tmp_path):
+    with Journal(tmp_path), pytest.raises(RoutePackError, match=f"Another profile .process {os.getpid()}."):
+        profile(tmp_path)
+    with Journal(tmp_path):
+        pass
+
+
+def test_another_model_type_or_device_is_refused(copy):
+    other = ModelSpec.from_config({**CONFIG, "hidden_size": 64}, "small")
+    with pytest.raises(RoutePackError, match="shape of the model differs"):
+        profile(copy, spec=other)
+    with pytest.raises(RoutePackError, match="dtype is bfloat16, expected float32"):
+        profile(copy, dtype="bfloat16")
+    lines = journal_lines(copy)
+    lines[0]["header"]["fingerprint"]["software"]["torch"] = "1.0"
+    (copy / JOURNAL_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RoutePackError, match=r"torch is .*, expected 1\.0.*choose another --out"):
+        profile(copy)
+
+
+def test_a_refused_run_leaves_the_folder_as_it_was(copy):
+    before = (copy / JOURNAL_NAME).read_bytes()
+    with pytest.raises(RoutePackError):
+        profile(copy, dtype="bfloat16")
+    assert (copy / JOURNAL_NAME).read_bytes() == before
+
+
+def test_a_damaged_journal_and_foreign_measurements_are_clear_errors(copy):
+    text = (copy / JOURNAL_NAME).read_text()
+    (copy / JOURNAL_NAME).write_text(text.replace('{"rows"', "{rows", 1))
+    with pytest.raises(RoutePackError, match=r"damaged in line \d+"):
+        profile(copy)
+    (copy / JOURNAL_NAME).unlink()
+    with pytest.raises(RoutePackError, match="did not write"):
+        profile(copy)
+
+
+def test_failed_cases_are_kept_and_retried_only_on_request(copy):
+    lines = journal_lines(copy)
+    index = next(i for i, line in enumerate(lines) if "rows" in line)
+    for row in lines[index]["rows"]:
+        row.update(status="unsupported", message="no such kernel")
+        del row["time_us"]
+    failed = lines[index]["rows"][0]["case_id"]
+    (copy / JOURNAL_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = profile(copy)
+    assert kept.select(case_id=failed).rows["message"].tolist() == ["no such kernel"]
+    assert np.isnan(kept.select(case_id=failed).rows["time_us"]).all()
+    retried = profile(copy, retry_failed=True)
+    assert retried.select(case_id=failed).rows["status"].tolist() == ["ok"]
+
+
+def test_an_interrupt_keeps_what_is_finished_and_frees_the_folder(tmp_path):
+    class Interrupt(Observer):
+        left = 2
+
+        def advance(self, what, message=""):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        profile(tmp_path, observer=Interrupt())
+    assert len([line for line in journal_lines(tmp_path) if "rows" in line]) == 2
+    with Journal(tmp_path) as journal:
+        assert len(journal.rows) == 4
+
+
+def test_an_unsteady_device_warns(copy):
+    with pytest.warns(UserWarning, match="not steady"):
+        profile(copy, max_drift=1e-9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profile(copy)
+
+
+def test_a_limit_that_was_too_tight_can_be_raised_in_the_same_folder(tmp_path):
+    with pytest.raises(RoutePackError, match="max_memory_gib"):
+        profile(tmp_path, max_memory_gib=1e-9)
+    assert len(profile(tmp_path, max_memory_gib=1.0)) > 20
+
+
+def test_a_cap_of_nothing_is_an_error(tmp_path):
+    with pytest.raises(RoutePackError, match="at least 1"):
+        profile_device(SPEC, TOPOLOGY, 0, ProfileParams(), tmp_path, "cpu")

@@ -1,0 +1,102 @@
+import pytest
+
+from profiler import ProfileParams
+from profiler.cases import Case, experts_features
+from profiler.timer import WORKS, time_case
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+backends = pytest.importorskip("profiler.backends")
+
+PARAMS = ProfileParams(dtype="float32", threads=1, repeats=3, min_repeats=2, max_case_seconds=0.2)
+CASE = Case("dense", "", {"tokens": 4, "n": 8, "k": 8})
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return backends.TorchBackend("cpu", PARAMS)
+
+
+def test_a_case_gives_a_row_each_way_with_raw_repeats_and_the_kernel(backend):
+    forward, backward = time_case(CASE, backend, PARAMS)
+    assert (forward["direction"], backward["direction"]) == ("forward", "backward")
+    for row in (forward, backward):
+        assert row["status"] == "ok"
+        assert row["time_us"] > 0
+        assert len(row["repeats_us"]) >= 2
+        assert min(row["repeats_us"]) <= row["time_us"] <= max(row["repeats_us"])
+        assert "mm" in row["kernel"]
+        assert row["case_id"] == CASE.case_id(row["direction"], "float32")
+
+
+def test_an_empty_rank_takes_a_small_time_that_is_not_zero(backend):
+    counts = (0, 0, 0)
+    rows = time_case(Case("experts", "empty", experts_features(counts, 16, 8, 3), counts), backend, PARAMS)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert all(row["time_us"] > 0 for row in rows)
+
+
+def test_repeats_stop_when_the_case_has_used_its_time(backend, monkeypatch):
+    monkeypatch.setattr(backend, "flush", lambda: __import__("time").sleep(0.03))
+    rows = time_case(CASE, backend, ProfileParams(repeats=50, min_repeats=2, max_case_seconds=0.2))
+    assert all(2 <= len(row["repeats_us"]) < 50 for row in rows)
+
+
+def raising(error):
+    def work(case, backend):
+        def run():
+            raise error
+
+        return run, ()
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), "oom"),
+        (NotImplementedError("no kernel for this shape"), "unsupported"),
+        (ValueError("Expect head dims to agree\nand more"), "unsupported"),
+    ],
+)
+def test_what_the_device_cannot_do_is_a_row_that_says_so(backend, monkeypatch, error, status):
+    monkeypatch.setitem(WORKS, "dense", raising(error))
+    rows = time_case(CASE, backend, PARAMS)
+    assert [row["status"] for row in rows] == [status, status]
+    assert all("time_us" not in row and "\n" not in row["message"] for row in rows)
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+
+
+def test_a_failure_on_the_way_back_keeps_the_forward_time(backend, monkeypatch):
+    def work(case, backend):
+        weight = torch.ones(3, requires_grad=True)
+        return lambda: weight.detach() * 2, (weight,)
+
+    monkeypatch.setitem(WORKS, "dense", work)
+    forward, backward = time_case(CASE, backend, PARAMS)
+    assert (forward["status"], backward["status"]) == ("ok", "unsupported")
+
+
+def test_results_that_are_not_finite_fail(backend, monkeypatch):
+    def work(case, backend):
+        weight = torch.full((3,), float("nan"), requires_grad=True)
+        return lambda: weight * 2, (weight,)
+
+    monkeypatch.setitem(WORKS, "dense", work)
+    backward = time_case(CASE, backend, PARAMS)[1]
+    assert (backward["status"], backward["message"]) == ("failed", "The output holds NaN or infinity.")
+
+
+def test_bugs_keep_their_traceback(backend, monkeypatch):
+    monkeypatch.setitem(WORKS, "dense", raising(KeyError("a bug")))
+    with pytest.raises(KeyError):
+        time_case(CASE, backend, PARAMS)
+
+
+def test_the_callers_thread_count_comes_back(backend):
+    before = torch.get_num_threads()
+    with backend.pinned():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before

@@ -1,0 +1,94 @@
+"""``routepack.yaml``: what is valid, and what every mistake says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from profiler import RoutePackError
+from routepack_tune.config import load_config, parse_config, without_password
+
+
+def write(job, text):
+    job.config.write_text(text)
+    return job.config
+
+
+GOOD = "model: Qwen3-30B-A3B\ntopology: {data_parallel_size: 8}\nmax_tokens_per_microbatch: 1024\n"
+
+
+def test_sections_are_the_packages_own_params(job):
+    config = write(job, GOOD + "planner: {max_iterations: 7}\nfit: {folds: 3}\nprofile: {repeats: 4}\n"
+                   "tune: {hidden_planning_s: 1e-3, experiment: mine}\n")  # fmt: skip
+    settings = load_config(config)
+    assert settings.planner.max_iterations == 7
+    assert settings.fit.folds == 3
+    assert settings.profile.repeats == 4
+    assert settings.tune.hidden_planning_s == 1e-3
+    assert settings.topology.data_parallel_size == 8
+    assert settings.topology.expert_model_parallel_size == 1
+    assert json.loads(json.dumps(settings.effective))["planner"]["max_iterations"] == 7
+
+
+def test_model_path_is_relative_to_the_file(job, monkeypatch):
+    monkeypatch.chdir("/")
+    assert load_config(job.config).model.num_experts == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            GOOD.replace("max_tokens_per", "max_token_per"),
+            ["max_token_per_microbatch", "did you mean `max_tokens_per_m"],
+        ),
+        (GOOD + "planner: {max_iteration: 3}\n", ["planner.max_iteration", "did you mean `planner.max_iterations`"]),
+        (GOOD + "data_parallel_size: 8\n", ["data_parallel_size", "belongs under `topology`"]),
+        (GOOD + "zzz: 8\n", ["unknown key `zzz`", "valid keys here"]),
+        ("topology: {}\nmax_tokens_per_microbatch: 1\n", ["`model` is missing"]),
+        ("model: Qwen3-30B-A3B\nmax_tokens_per_microbatch: 1\n", ["`topology` is missing"]),
+        ("model: Qwen3-30B-A3B\ntopology: {}\n", ["`max_tokens_per_microbatch` is missing"]),
+        (GOOD.replace("1024", ".nan"), ["max_tokens_per_microbatch", "nan"]),
+        (GOOD.replace("1024", "0"), ["max_tokens_per_microbatch", "got 0"]),
+        (GOOD.replace("1024", "'1024'"), ["integer", "'1024'"]),
+        (GOOD.replace("1024", "true"), ["integer", "True"]),
+        (GOOD + "planner: {hot_temperature: .inf}\n", ["planner.hot_temperature", "inf"]),
+        (GOOD + "planner: {max_iterations: 2.5}\n", ["planner.max_iterations", "2.5"]),
+        (GOOD + "planner: {max_iterations: 0}\n", ["max_iterations >= 1", "got 0"]),
+        (GOOD + "planner: 3\n", ["planner", "mapping"]),
+        (GOOD.replace("8}", "x}"), ["topology.data_parallel_size", "'x'"]),
+        (GOOD.replace("8}", "8, expert_model_parallel_size: 3}"), ["must divide"]),
+        (GOOD + "schema_version: 2\n", ["schema_version 2", "Update"]),
+        (GOOD + "model: Qwen3-30B-A3B\n", ["`model` is given twice"]),
+        (GOOD.replace("Qwen3-30B-A3B", "Qwen9"), ["Qwen9", "Qwen3-30B-A3B"]),
+        (GOOD + "tune: {tracking_uri: 'file:./mlruns'}\n", ["tune.tracking_uri", "sqlite:///", "migrate-filestore"]),
+        (GOOD + "tune: {tracking_uri: ./mlruns}\n", ["tune.tracking_uri", "folder store"]),
+        ("- a\n", ["mapping"]),
+        ("{ a: [", ["cannot be read"]),
+        ("", ["mapping"]),
+    ],
+)
+def test_mistakes_are_one_clear_line(job, text, words):
+    with pytest.raises(RoutePackError) as caught:
+        load_config(write(job, text))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "routepack.yaml" in message or "Qwen9" in message
+    for word in words:
+        assert word in message
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(RoutePackError, match=r"not found.*nowhere.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_parse_needs_no_file():
+    data = {"model": "Mixtral-8x7B", "topology": {}, "max_tokens_per_microbatch": 10}
+    assert parse_config(data, ".", "here").topology.data_parallel_size == 1
+
+
+def test_passwords_never_reach_files():
+    assert without_password("postgresql://me:secret@host/db") == "postgresql://me:***@host/db"
+    assert without_password("sqlite:////a/b.db") == "sqlite:////a/b.db"

@@ -1,0 +1,185 @@
+"""The first law: delta = re-evaluation, for every move of packing and placement."""
+
+import numpy as np
+from hypothesis import given, settings
+from strategies import problems, random_packing, random_placement
+
+from search.construct import slots_of_ranks
+from search.evaluate import evaluate
+from search.packer import pack_costs, pack_state, sample_loads
+from search.packing_kernels import (
+    anneal,
+    exchange_apply,
+    exchange_delta_ns,
+    fill_state,
+    objective,
+    propose,
+    random_below,
+    random_threshold,
+)
+from search.placement_kernels import (
+    _hottest,
+    improve_layer,
+    layer_ns,
+    layer_rank_rows,
+    lpt_layer,
+    swap_apply,
+    swap_delta_ns,
+)
+from search.placer import LayerLoads, placement_of_ranks, ranks_of_slots, seed_state
+
+
+def objective_of(problem, cell_of, placement, rows):
+    priced = evaluate(problem, cell_of // problem.num_slots, cell_of % problem.num_slots, placement, rows)
+    return problem.num_blocks * priced.step_ns + int(priced.block_ns.sum())
+
+
+def start(drawn):
+    problem, rng = drawn
+    rows = int(rng.integers(1, problem.num_samples // problem.num_slots + 1))
+    placement = random_placement(rng, problem)
+    costs = pack_costs(problem, ranks_of_slots(placement, problem.num_ranks))
+    state = pack_state(problem, costs, random_packing(rng, problem, rows), rows)
+    return problem, rng, rows, placement, costs, state
+
+
+def draw(costs, state, rng, cap):
+    return propose(
+        costs.lengths, costs.by_length, costs.length_rank, state.cell_of, state.cell_tokens, state.cell_count,
+        np.array([cap, 300, 300]), rng,
+    )  # fmt: skip
+
+
+@given(problems())
+@settings(max_examples=30, deadline=None)
+def test_every_packing_move_equals_reevaluation(drawn):
+    problem, rng, rows, placement, costs, state = start(drawn)
+    state_rng = seed_state(int(rng.integers(1 << 30)))
+    for _ in range(30):
+        before = objective_of(problem, state.cell_of, placement, rows)
+        assert before == objective(costs, state)
+        i, j, target = draw(costs, state, state_rng, problem.max_tokens)
+        if i < 0:
+            continue
+        delta = exchange_delta_ns(costs, state, i, j, target)
+        exchange_apply(costs, state, i, j, target)
+        assert objective_of(problem, state.cell_of, placement, rows) == before + delta
+    derived = [np.copy(part) for part in state]
+    fill_state(costs, state)
+    for name, was, now in zip(state._fields, derived, state, strict=True):
+        if name not in ("members", "place_of", "peak"):
+            assert (was == now).all(), name
+
+
+@given(problems())
+@settings(max_examples=20, deadline=None)
+def test_annealing_keeps_cap_and_cells_and_reports_its_best(drawn):
+    problem, _, rows, placement, costs, state = start(drawn)
+    cap = int(state.cell_tokens.max())
+    best_cell_of, best = state.cell_of.copy(), np.array([objective(costs, state)])
+    first = int(best[0])
+    anneal(costs, state, best_cell_of, seed_state(1), 2000, 500, np.array([cap, 300, 300]), best)
+    assert best[0] <= first
+    assert best[0] == objective_of(problem, best_cell_of, placement, rows)
+    for cell_of in (best_cell_of, state.cell_of):
+        tokens = np.bincount(cell_of, weights=problem.lengths, minlength=rows * problem.num_slots)
+        assert tokens.max() <= cap
+        assert np.bincount(cell_of, minlength=rows * problem.num_slots).min() >= 1
+
+
+@given(problems())
+@settings(max_examples=30, deadline=None)
+def test_every_placement_swap_equals_reevaluation(drawn):
+    problem, rng, rows, placement, _, state = start(drawn)
+    loads = layer_loads(problem, state.cell_of, rows)
+    for layer in range(problem.num_layers):
+        counts, rank_of = loads.counts_LEU[layer], ranks_of_slots(placement, problem.num_ranks)[layer].copy()
+        rank_rows = layer_rank_rows(counts, rank_of, problem.num_ranks)
+        top = np.zeros((5, rank_rows.shape[1]), np.int64)
+        _hottest(rank_rows, top)
+        for _ in range(20):
+            e1, e2 = rng.choice(problem.num_experts, 2, replace=False)
+            if rank_of[e1] == rank_of[e2]:
+                continue
+            before = loads.layer_ns(layer, rank_of)
+            pair = (int(e1), int(rank_of[e1]), int(e2), int(rank_of[e2]))
+            delta = swap_delta_ns(loads.tables, loads.shift, counts, rank_rows, top, loads.sent_U, pair)
+            swap_apply(counts, rank_rows, top, rank_of, pair)
+            assert loads.layer_ns(layer, rank_of) == before + delta
+
+
+def layer_loads(problem, cell_of, rows):
+    tokens = np.bincount(cell_of, weights=problem.lengths, minlength=rows * problem.num_slots).astype(np.int64)
+    sent = problem.sent_rows(tokens).reshape(rows * problem.num_blocks, -1).max(axis=1)
+    return LayerLoads(problem, cell_of // (problem.num_slots // problem.num_blocks), sent)
+
+
+@given(problems())
+@settings(max_examples=15, deadline=None)
+def test_improved_layer_is_no_worse_and_a_bijection(drawn):
+    problem, _, rows, placement, _, state = start(drawn)
+    loads = layer_loads(problem, state.cell_of, rows)
+    ranks = ranks_of_slots(placement, problem.num_ranks)
+    for layer in range(problem.num_layers):
+        rank_of = ranks[layer].copy()
+        before = loads.layer_ns(layer, rank_of)
+        time = improve_layer(
+            loads.tables, loads.shift, loads.counts_LEU[layer], rank_of, loads.sent_U, seed_state(2),
+            (problem.num_ranks, 300, 100, 1),
+        )  # fmt: skip
+        assert time == loads.layer_ns(layer, rank_of) <= before
+        assert (np.bincount(rank_of) == problem.num_experts // problem.num_ranks).all()
+
+
+@given(problems())
+@settings(max_examples=15, deadline=None)
+def test_layers_sum_to_the_experts_share_of_the_plan(drawn):
+    problem, _, rows, placement, _, state = start(drawn)
+    loads, ranks = layer_loads(problem, state.cell_of, rows), ranks_of_slots(placement, problem.num_ranks)
+    total = sum(loads.layer_ns(layer, ranks[layer]) for layer in range(problem.num_layers))
+    cell = state.cell_of
+    priced = evaluate(problem, cell // problem.num_slots, cell % problem.num_slots, placement, rows)
+    assert total == int((priced.experts_RB + priced.exchange_RB).sum())
+
+
+@given(problems())
+@settings(max_examples=15, deadline=None)
+def test_sample_loads_equal_a_loop(drawn):
+    problem, rng = drawn
+    ranks = ranks_of_slots(random_placement(rng, problem), problem.num_ranks)
+    loads = sample_loads(problem, ranks)
+    slow = np.zeros_like(loads)
+    for i, layer, expert in np.ndindex(problem.counts.shape):
+        slow[i, ranks[layer, expert], layer] += problem.counts[i, layer, expert]
+    assert (loads == slow).all()
+
+
+def test_lpt_is_longest_processing_time_first_with_equal_counts():
+    assert lpt_layer(np.array([9, 1, 8, 2]), 2).tolist() == [0, 0, 1, 1]
+    assert lpt_layer(np.array([5, 5, 5, 5]), 2).tolist() == [0, 1, 0, 1]
+    assert slots_of_ranks(np.array([0, 1, 0, 1]), 2).tolist() == [0, 2, 1, 3]
+
+
+def test_experts_that_stay_keep_their_slot():
+    previous = np.array([[3, 2, 1, 0]])
+    ranks = np.array([[1, 0, 1, 0]])
+    placement = placement_of_ranks(ranks, 2, previous)
+    assert sorted(placement[0].tolist()) == [0, 1, 2, 3]
+    assert (ranks_of_slots(placement, 2) == ranks).all()
+    assert placement[0, 0] == 3  # expert 0 stays on rank 1
+    assert placement[0, 3] == 0  # expert 3 stays on rank 0
+
+
+def test_random_draws_are_in_range_and_near_their_law():
+    rng = seed_state(7)
+    draws = np.array([random_below(rng, 10) for _ in range(5000)])
+    assert draws.min() == 0
+    assert draws.max() == 9
+    thresholds = np.array([random_threshold(rng, 1_000_000) for _ in range(20000)])
+    assert thresholds.min() >= 0
+    assert 0.85e6 < thresholds.mean() < 1.15e6  # exponential: mean = temperature
+
+
+def test_layer_time_of_no_rows_is_the_floor():
+    tables = np.array([[7, 9], [2, 4], [9, 13]])
+    assert layer_ns(tables, 4, np.zeros((2, 3), np.int64), np.zeros(3, np.int64)) == 3 * 9
