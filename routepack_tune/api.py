@@ -190,6 +190,9 @@ def plan(
     stop = _budget(max_runtime, max_iterations)
     if Path(out).is_dir():
         raise RoutePackError(f"{out} is a folder, the plan is one file. Give --out plan.json.")
+    if config is not None:  # a sample above the cap is the news, not that the cost model knows another cap
+        settings = load_config(config)
+        check_cap(load_step_batch(step, settings.model), settings.max_tokens_per_microbatch, str(step))
     planner = _planner(bundle, costmodel, config, allow_mismatch)
     before = None
     if previous is not None:

@@ -33,23 +33,60 @@ def first_fit_decreasing(lengths: np.ndarray, max_tokens: int) -> Bins:
     return bins
 
 
-def karmarkar_karp(weights: np.ndarray, num_bins: int) -> Bins:
+def karmarkar_karp(weights: np.ndarray, num_bins: int, *, equal_size: bool = False) -> Bins:
     """Partition into ``num_bins`` bins of nearly equal weight by largest differencing (verl, slime, ROLL).
 
-    Knows no cap. Ties are broken by the least sample index.
+    Knows no cap. Ties are broken by the least sample index. With ``equal_size`` the numbers of samples of two bins
+    differ by at most one (verl's split over DP ranks): samples enter ``num_bins`` at a time, one for each bin.
     """
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for i, weight in enumerate(weights.tolist()):
-        parts: list[tuple[int, list[int]]] = [(0, [])] * (num_bins - 1) + [(int(weight), [i])]
-        heap.append((-int(weight), i, parts))
+    partials = _first_partials(weights, num_bins, equal_size=equal_size)
+    joins: list[tuple[int, int, np.ndarray]] = []
+    heap = [(int(sums[0] - sums[-1]), int(members[members >= 0].min()), k)
+            for k, (sums, members) in enumerate(partials)]  # fmt: skip
+    leaves = [members for _, members in partials]
     heapq.heapify(heap)
     while len(heap) > 1:
-        _, first, a = heapq.heappop(heap)
-        _, second, b = heapq.heappop(heap)
-        merged = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
-        merged.sort(key=lambda part: (part[0], part[1][:1]))
-        heapq.heappush(heap, (merged[0][0] - merged[-1][0], min(first, second), merged))
-    return [sorted(members) for _, members in heap[0][2]]
+        (_, first, a), (_, second, b) = heapq.heappop(heap), heapq.heappop(heap)
+        sums = partials[a][0] + partials[b][0][::-1]  # lightest meets heaviest
+        named = np.where(partials[a][1] >= 0, partials[a][1], partials[b][1][::-1])
+        order = np.lexsort((named, sums))
+        partials.append((sums[order], named[order]))
+        joins.append((a, b, order))
+        heapq.heappush(heap, (int(sums[order[0]] - sums[order[-1]]), min(first, second), len(partials) - 1))
+    return _bins_of_joins(leaves, joins, num_bins)
+
+
+def _first_partials(weights: np.ndarray, num_bins: int, *, equal_size: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the partitions that differencing starts from: weight and sample (-1: none) of each part, light to heavy.
+
+    One sample each, or with ``equal_size`` one for every part, from the lightest on; the first may lack some.
+    """
+    order = np.argsort(weights, kind="stable")
+    width = num_bins if equal_size else 1
+    order = np.concatenate([np.full(-len(order) % width, -1), order]) if equal_size else np.arange(len(weights))
+    partials = []
+    for start in range(0, len(order), width):
+        members, sums = np.full(num_bins, -1), np.zeros(num_bins, np.int64)
+        members[-width:] = order[start : start + width]
+        sums[members >= 0] = weights[members[members >= 0]]
+        partials.append((sums, members))
+    return partials
+
+
+def _bins_of_joins(leaves: list[np.ndarray], joins: list[tuple[int, int, np.ndarray]], num_bins: int) -> Bins:
+    """Undo the joins from the last to the first: which final bin each part of each starting partition is in."""
+    label = [np.zeros(0, np.int64)] * (len(leaves) + len(joins))
+    label[-1] = np.arange(num_bins)
+    for k in range(len(joins) - 1, -1, -1):
+        a, b, order = joins[k]
+        label[a] = np.empty(num_bins, np.int64)
+        label[a][order] = label[len(leaves) + k]
+        label[b] = label[a][::-1]
+    bins: Bins = [[] for _ in range(num_bins)]
+    for members, bin_of in zip(leaves, label, strict=False):
+        for part in np.flatnonzero(members >= 0):
+            bins[bin_of[part]].append(int(members[part]))
+    return [sorted(members) for members in bins]
 
 
 def fill_bins(bins: Bins, lengths: np.ndarray, multiple: int) -> Bins:

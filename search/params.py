@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 class PlannerParams:
     """Hold the planner's settings; defaults are good for a few seconds of planning on two cores."""
 
-    max_iterations: int = 1_000_000
+    max_iterations: int = 300_000
     """Packing proposals per chain when no other budget is given."""
     starts: int = 2
     """Independent chains; the best one's plan is returned."""
