@@ -43,21 +43,21 @@ def compare_planners(planner: Planner, batches: Sequence[StepBatch], seed: int =
 
     A baseline that finds no packing under the cap for a batch is left out.
     """
-    from search import BASELINES, DEFAULT_BASELINE
+    from search import DEFAULT_BASELINE, SHOWN_BASELINES
 
     per_batch = [_outcomes(planner, batch, seed) for batch in batches]
-    names = [DEFAULT_BASELINE, *(name for name in BASELINES if name != DEFAULT_BASELINE), TUNED]
+    names = [DEFAULT_BASELINE, *(name for name in SHOWN_BASELINES if name != DEFAULT_BASELINE), TUNED]
     return [
         _mean(name, [found[name] for found in per_batch]) for name in names if all(name in found for found in per_batch)
     ]
 
 
 def _outcomes(planner: Planner, batch: StepBatch, seed: int) -> dict[str, Outcome]:
-    from search import BASELINES, build_problem, price_baseline
+    from search import SHOWN_BASELINES, build_problem, price_baseline
 
     problem = build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens)
     found = {}
-    for name in BASELINES:
+    for name in SHOWN_BASELINES:
         begin = time.perf_counter()
         try:
             priced, rows = price_baseline(problem, name)

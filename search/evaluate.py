@@ -14,13 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodels import lookup_many_ns
+from search.load_kernels import unit_expert_rows
 from search.plan import StepTime
 from search.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Hold the cost of a plan per row and block, int64 nanoseconds over all layers."""
+    """Hold the cost of a plan per row and block, int64 nanoseconds over all layers.
+
+    Where blocks are coupled layer by layer there is one column for all of them.
+    """
 
     attention_RB: np.ndarray
     experts_RB: np.ndarray
@@ -71,10 +75,11 @@ def evaluate(
     core = np.zeros((cells, problem.sequence_ns.shape[1]), np.int64)
     np.add.at(core, cell, problem.sequence_ns)
     per_cell = core + np.stack([lookup_many_ns(t, problem.tables.tokens_shift, tokens) for t in problem.cell_ns], 1)
-    attention = per_cell.reshape(num_rows, blocks, slots // blocks, -1).max(axis=2).sum(axis=2)
-    loads = rank_loads(problem, unit_of_cell(problem, cell), placement_LE, num_rows * blocks)
-    hottest = loads.max(axis=1)
-    sent = problem.sent_rows(tokens).reshape(num_rows * blocks, -1).max(axis=1)
+    ends = blocks // problem.blocks_per_unit
+    attention = per_cell.reshape(num_rows, ends, slots // ends, -1).max(axis=2).sum(axis=2)
+    loads = rank_loads(problem, cell // (slots // blocks), placement_LE, num_rows * blocks)
+    hottest = loads.max(axis=1).reshape(num_rows * ends, problem.blocks_per_unit, -1).max(axis=1)
+    sent = problem.sent_rows(tokens).reshape(num_rows * ends, -1).max(axis=1)
     shift = problem.tables.rows_shift
     experts = lookup_many_ns(problem.expert_ns, shift, hottest)
     sent_more = experts + lookup_many_ns(problem.exchange_ns, shift, np.maximum(hottest, sent[:, None]))
@@ -85,31 +90,17 @@ def evaluate(
     experts = experts.sum(axis=1)
     return Evaluation(
         attention_RB=attention,
-        experts_RB=experts.reshape(num_rows, blocks),
-        exchange_RB=exchange.reshape(num_rows, blocks),
+        experts_RB=experts.reshape(num_rows, ends),
+        exchange_RB=exchange.reshape(num_rows, ends),
         fixed_ns=problem.tables.row_fixed_ns,
         stages=problem.tables.pipeline_stages,
         rank_rows_RBPL=loads.reshape(num_rows, blocks, problem.num_ranks, -1),
     )
 
 
-def unit_of_cell(problem: Problem, cell: np.ndarray) -> np.ndarray:
-    """Return the unit (row * B + block) of a cell (row * D + slot)."""
-    return cell // (problem.num_slots // problem.num_blocks)
-
-
-def unit_loads(problem: Problem, unit_N: np.ndarray, num_units: int) -> np.ndarray:
-    """Return the tokens per unit, layer and logical expert, [U, L, E] int32."""
-    order = np.argsort(unit_N, kind="stable")
-    present, starts = np.unique(unit_N[order], return_index=True)
-    loads = np.zeros((num_units, *problem.counts.shape[1:]), np.int32)
-    loads[present] = np.add.reduceat(problem.counts[order], starts, axis=0)
-    return loads
-
-
 def rank_loads(problem: Problem, unit_N: np.ndarray, placement_LE: np.ndarray, num_units: int) -> np.ndarray:
     """Return the routed rows per unit, EP rank and layer, [U, P, L] int64."""
-    experts = unit_loads(problem, unit_N, num_units)
+    experts = unit_expert_rows(problem.counts, unit_N, num_units)
     slots_LE = np.argsort(placement_LE, axis=1, kind="stable")
     by_slot = np.take_along_axis(experts, slots_LE[None], axis=2)
     ranks = by_slot.reshape(*by_slot.shape[:2], problem.num_ranks, -1).sum(axis=3, dtype=np.int64)

@@ -19,17 +19,27 @@ import numpy as np
 from costmodels import StepTables
 from profiler import ModelSpec, Observer, RoutePackError, Topology
 from search.bounds import lower_bound_ns
-from search.construct import identity_placement, least_rows, lpt_placement, pack_ffd
+from search.construct import identity_placement, least_rows, pack_ffd
 from search.evaluate import Evaluation, evaluate
 from search.packer import LEG_PROPOSALS, PackChain, pack_costs
 from search.params import PlannerParams
-from search.placer import LayerLoads, keep_what_pays, place_rows, placement_of_ranks, ranks_of_slots, seed_state
+from search.placer import (
+    LayerLoads,
+    first_ranks,
+    keep_what_pays,
+    place_rows,
+    placement_of_ranks,
+    ranks_of_slots,
+    seed_state,
+)
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem
-from search.seeds import pack_balanced, pack_staircase
+from search.seeds import equalised, pack_balanced, pack_staircase
 from search.stop import MaxIterations, StopCriterion
 
 SEEDS = (pack_balanced, pack_staircase)
+START_SPREAD = 3.0
+"""Every further chain starts so many times hotter: rugged instances want heat, smooth ones do not."""
 PROBE_LEGS = 2
 """Legs of annealing spent on each candidate number of rows before one is chosen."""
 BYTES_PER_PARAMETER = 16
@@ -72,10 +82,10 @@ def plan_step(
     params, observer = params or PlannerParams(), observer or Observer()
     stop = stop or MaxIterations(params.max_iterations)
     stop.reset()
-    problem = build_problem(batch, tables, spec, topology, max_tokens)
+    problem = build_problem(batch, tables, spec, topology, max_tokens, params)
     old_LE = None if previous is None else _old_ranks(previous, problem)
     with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as pool:
-        start_LE = ranks_of_slots(lpt_placement(problem), problem.num_ranks) if old_LE is None else old_LE
+        start_LE = first_ranks(problem, params.ranks_per_node) if old_LE is None else old_LE
         packings = _seed_packings(problem, start_LE, params, seed, pool)
         observer.start("plan", params.starts)
         chain = _Chain(problem, spec, start_LE, old_LE, params, stop)
@@ -88,7 +98,28 @@ def plan_step(
         {"planner": "routepack-tune", "seed": seed, "params": asdict(params), "stopped_by": stop.name},
     )  # fmt: skip
     check_plan(plan, problem.lengths, problem.num_experts)
+    _check_job(problem, plan)
     return plan
+
+
+def _check_job(problem: Problem, plan: Plan) -> None:
+    """Raise :class:`RoutePackError` if the plan breaks what this job asks beyond the general constraints."""
+    if problem.equal_samples:
+        counts = np.bincount(plan.slot_N, minlength=problem.num_slots)
+        if counts.max() - counts.min() > 1:
+            raise RoutePackError(
+                f"DP slots hold {counts.min()} to {counts.max()} samples, equal_samples asks the same."
+            )
+    if problem.max_received_rows:
+        priced = evaluate(problem, plan.row_N, plan.slot_N, plan.placement_LE, plan.num_rows)
+        row, block, rank, layer = np.unravel_index(priced.rank_rows_RBPL.argmax(), priced.rank_rows_RBPL.shape)
+        received = int(priced.rank_rows_RBPL.max())
+        if received > problem.max_received_rows:
+            raise RoutePackError(
+                f"EP rank {rank} of block {block} receives {received} rows in row {row}, MoE layer {layer}, above "
+                f"max_received_rows = {problem.max_received_rows}, and no plan found avoids it. Raise it, lower the token "
+                "cap, or allow more rows (extra_rows)."
+            )
 
 
 def _old_ranks(previous: Plan, problem: Problem) -> np.ndarray:
@@ -127,6 +158,8 @@ def _seed_packings(
 
     def probe(rows: int) -> tuple[int, int, np.ndarray] | None:
         packings = [cell_of for pack in SEEDS if (cell_of := pack(problem, rows)) is not None]
+        if problem.equal_samples:
+            packings = [equal for p in packings if (equal := equalised(problem, p, rows)) is not None]
         chains = [PackChain(problem, costs, cell_of, rows, seed_state(seed, rows)) for cell_of in packings]
         budget = PROBE_LEGS * LEG_PROPOSALS
         for chain in chains:
@@ -168,14 +201,15 @@ class _Chain:
             chain = PackChain(
                 self.problem, pack_costs(self.problem, rank_LE), cell_of, num_rows, seed_state(seed, number, 1)
             )
-            hot = params.hot_temperature
+            hot = params.hot_temperature * START_SPREAD**number
             for turn in range(params.alternations):
                 last = turn == params.alternations - 1
                 share = params.first_share + (1 - params.first_share) * turn / max(1, params.alternations - 1)
                 chain.run(params, hot, 1.0 if last else share, self.stop.progress)
                 hot *= 0.1
-                rank_LE = self._place(num_rows, chain.best_cell_of, rank_LE, seed_state(seed, number, 2 + turn), pool)
-                chain.load(pack_costs(self.problem, rank_LE))
+                placed_LE = self._place(num_rows, chain.best_cell_of, rank_LE, seed_state(seed, number, 2 + turn), pool)
+                if chain.load_if_better(pack_costs(self.problem, placed_LE)):
+                    rank_LE = placed_LE
         blocks = chain.state.block_ns
         objective = (int(blocks.max()), int(blocks.sum()))
         return _Solution(objective, chain.best_cell_of, rank_LE, num_rows)
@@ -210,6 +244,7 @@ def _as_plan(
     counters = {
         "unknown_tokens": problem.unknown_tokens,
         "unknown_samples": problem.unknown_samples,
+        "padding_tokens": problem.padding_tokens,
         "extrapolated_lengths": int((problem.lengths > tables.measured_length_max).sum()),
         "extrapolated_rank_loads": int((priced.rank_rows_RBPL.max(axis=2) > tables.measured_rows_max).sum()),
     }

@@ -10,20 +10,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from search.packing_kernels import PackCosts, PackState, anneal, fill_state, objective
+from search.load_kernels import sample_rank_rows
+from search.packing_kernels import PackCosts, PackState, fill_state, objective
+from search.packing_moves import anneal
 from search.params import PlannerParams
 from search.problem import Problem
 
 LEG_PROPOSALS = 4096
 """Proposals at one temperature between two looks at the budget."""
-
-
-def sample_loads(problem: Problem, rank_LE: np.ndarray) -> np.ndarray:
-    """Return the routed rows of each sample on each EP rank, [N, P, L] int32."""
-    order = np.argsort(rank_LE, axis=1, kind="stable")
-    layers, per_rank = np.arange(problem.num_layers)[:, None], problem.num_experts // problem.num_ranks
-    by_rank = problem.counts[:, layers, order].reshape(problem.num_samples, problem.num_layers, -1, per_rank)
-    return np.ascontiguousarray(by_rank.sum(axis=3, dtype=np.int32).transpose(0, 2, 1))
 
 
 def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
@@ -34,7 +28,7 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
     length_rank[by_length] = np.arange(by_length.size)
     return PackCosts(
         lengths=problem.lengths,
-        loads=sample_loads(problem, rank_LE),
+        loads=sample_rank_rows(problem.counts, rank_LE, problem.num_ranks),
         sequence_ns=problem.sequence_ns,
         cell_ns=problem.cell_ns,
         expert_ns=problem.expert_ns,
@@ -44,14 +38,16 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
         length_rank=length_rank,
         scalars=np.array(
             [tables.tokens_shift, tables.rows_shift, problem.top_k * topology.blocks_per_slot,
-             topology.ranks_per_slot, topology.slots_per_block, problem.num_blocks, tables.row_fixed_ns], np.int64
+             topology.ranks_per_slot, topology.slots_per_block, problem.blocks_per_unit,
+             problem.num_blocks // problem.blocks_per_unit, tables.row_fixed_ns], np.int64
         ),
     )  # fmt: skip
 
 
 def pack_state(problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows: int) -> PackState:
     """Return the state of a packing given by the cell of each sample, [N]."""
-    cells, units = num_rows * problem.num_slots, num_rows * problem.num_blocks
+    cells, groups = num_rows * problem.num_slots, num_rows * problem.num_blocks
+    units = groups // problem.blocks_per_unit
     per_cell = min(problem.num_samples, problem.max_tokens // max(1, int(problem.lengths.min())))
     state = PackState(
         cell_of=cell_of.astype(np.int64),
@@ -61,11 +57,11 @@ def pack_state(problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows
         cell_tokens=np.zeros(cells, np.int64),
         core_ns=np.zeros((cells, problem.sequence_ns.shape[1]), np.int64),
         cell_ns=np.zeros((problem.sequence_ns.shape[1], cells), np.int64),
-        unit_rows=np.zeros((units, problem.num_ranks, problem.num_layers), np.int32),
+        group_rows=np.zeros((groups, problem.num_ranks, problem.num_layers), np.int32),
+        group_peak=np.zeros((groups, problem.num_layers), np.int32),
         unit_ns=np.zeros(units, np.int64),
         unit_experts=np.zeros((units, 3), np.int64),
-        block_ns=np.zeros(problem.num_blocks, np.int64),
-        peak=np.zeros(problem.num_layers, np.int32),
+        block_ns=np.zeros(problem.num_blocks // problem.blocks_per_unit, np.int64),
     )
     fill_state(costs, state)
     return state
@@ -87,6 +83,15 @@ class PackChain:
         self.state = pack_state(self.problem, costs, self.best_cell_of, self.num_rows)
         self.best = np.array([objective(costs, self.state)], np.int64)
 
+    def load_if_better(self, costs: PackCosts) -> bool:
+        """Take another placement's costs if the best packing is no slower under them; tell whether it was."""
+        before, old = int(self.best[0]), self.costs
+        self.load(costs)
+        if self.best[0] <= before:
+            return True
+        self.load(old)
+        return False
+
     def restart(self) -> None:
         """Go back to the best packing seen."""
         self.state.cell_of[:] = self.best_cell_of
@@ -103,8 +108,9 @@ class PackChain:
         """Anneal from ``hot`` to the cold temperature (shares of a unit's mean time) until ``progress`` says
         ``until``."""
         mean_ns = int(self.state.unit_ns.sum()) // len(self.state.unit_ns) * (1 + (self.problem.num_blocks > 1))
-        shares = [round(1024 * share) for share in (params.relocate_share, params.similar_share)]
-        limits = np.array([self.problem.max_tokens, *shares], np.int64)
+        shares = (params.relocate_share, params.similar_share, params.two_share, params.cell_share)
+        same_slot = self.problem.num_slots if self.problem.equal_samples else 0
+        limits = np.array([self.problem.max_tokens, *(round(1024 * s) for s in shares), same_slot], np.int64)
         begin = progress(self.proposals)
         cold = min(hot, params.cold_temperature) or 1e-12
         while (now := progress(self.proposals)) < until:

@@ -27,6 +27,10 @@ class PlannerParams:
     """Share of proposals that move one sample instead of swapping two."""
     similar_share: float = 0.5
     """Share of proposals that swap samples of similar length."""
+    two_share: float = 0.05
+    """Share of proposals that exchange one sample for two, drawn before the others."""
+    cell_share: float = 0.01
+    """Share of proposals that swap whole cells between rows or blocks, likewise."""
     placement_swaps: int = 10_000
     """Expert swaps proposed per layer in every placement pass."""
     placement_temperature: float = 1e-2
@@ -37,15 +41,26 @@ class PlannerParams:
     """Factor on the price of moving experts: 0 moves them for free, larger keeps the old placement longer."""
     link_gbytes_per_s: float = 25.0
     """Bandwidth of one rank for moving experts and their optimizer state, in 1e9 bytes a second (assumed)."""
+    sequence_alignment: int = 1
+    """Tokens every sequence is padded to a multiple of (Megatron: tp x cp x 2); padding costs like average tokens."""
+    equal_samples: bool = False
+    """Give every DP slot the same number of samples, or one more (verl, ROLL, SkyRL)."""
+    max_received_rows: int = 0
+    """Most routed rows an EP rank may receive in one row and layer (activation memory); 0 for no limit."""
+    couple_blocks: bool = False
+    """All EP blocks wait for one another layer by layer (FSDP gathers dense weights over the whole island)."""
+    ranks_per_node: int = 0
+    """EP ranks of one node: the first placement balances nodes before ranks; 0 where it does not matter."""
 
     def __post_init__(self) -> None:
         at_least = {"max_iterations": 1, "starts": 1, "alternations": 1, "extra_rows": 0, "placement_swaps": 0,
                     "hot_temperature": 0, "cold_temperature": 0, "placement_temperature": 0, "horizon_steps": 0,
-                    "stickiness": 0}  # fmt: skip
+                    "stickiness": 0, "sequence_alignment": 1,
+                    "max_received_rows": 0, "ranks_per_node": 0}  # fmt: skip
         for name, least in at_least.items():
             if not least <= getattr(self, name) < float("inf"):
                 raise ValueError(f"Expected {name} >= {least} and finite, got {getattr(self, name)}.")
-        for name in ("relocate_share", "similar_share", "first_share"):
+        for name in ("relocate_share", "similar_share", "two_share", "cell_share", "first_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"Expected {name} between 0 and 1, got {getattr(self, name)}.")
         if not self.relocate_share + self.similar_share <= 1:
@@ -75,6 +90,8 @@ TUNABLE: dict[str, Range] = {
     "cold_temperature": Range(1e-7, 1e-5, log=True),
     "relocate_share": Range(0.02, 0.4),
     "similar_share": Range(0.1, 0.6),
+    "two_share": Range(0.0, 0.2),
+    "cell_share": Range(0.0, 0.05),
     "placement_swaps": Range(1_000, 100_000, log=True, integer=True),
     "placement_temperature": Range(1e-5, 1e-1, log=True),
     "stickiness": Range(0.25, 4.0, log=True),

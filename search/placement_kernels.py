@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from costmodels import lookup_ns
-from search.packing_kernels import random_below, random_threshold
+from search.random_bits import random_below, random_threshold
 
 
 @njit(cache=True, nogil=True)

@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from profiler import RoutePackError
 from search.construct import slots_of_ranks
-from search.evaluate import unit_loads
+from search.load_kernels import unit_expert_rows
 from search.params import PlannerParams
-from search.placement_kernels import improve_layer, layer_ns, layer_rank_rows
+from search.placement_kernels import improve_layer, layer_ns, layer_rank_rows, lpt_layer
 from search.problem import Problem
 
 
@@ -21,7 +22,7 @@ class LayerLoads:
     """Hold what the placement of every layer depends on, for one packing."""
 
     def __init__(self, problem: Problem, unit_N: np.ndarray, sent_U: np.ndarray) -> None:
-        units = unit_loads(problem, unit_N, len(sent_U))
+        units = unit_expert_rows(problem.counts, unit_N, len(sent_U))
         self.counts_LEU = np.ascontiguousarray(units.transpose(1, 2, 0), dtype=np.int64)
         self.sent_U = np.ascontiguousarray(sent_U, dtype=np.int64)
         self.tables = np.stack([problem.expert_ns, problem.exchange_ns, problem.expert_ns + problem.exchange_ns])
@@ -54,6 +55,28 @@ def seed_state(*numbers: int) -> np.ndarray:
         state = state * 0x94D049BB133111EB + 0x9E3779B97F4A7C15 & mask
         state ^= state >> 31
     return np.array([state or 1], np.uint64)
+
+
+def first_ranks(problem: Problem, ranks_per_node: int = 0) -> np.ndarray:
+    """Return the rank of every expert by LPT on step totals, [L, E]; nodes first, then ranks, where nodes are given.
+
+    Raises
+    ------
+    RoutePackError
+        If nodes do not divide the EP ranks.
+    """
+    totals, ranks = problem.counts.sum(axis=0, dtype=np.int64), problem.num_ranks
+    if ranks_per_node in (0, ranks):
+        return np.stack([lpt_layer(layer, ranks) for layer in totals])
+    if ranks % ranks_per_node:
+        raise RoutePackError(f"ranks_per_node = {ranks_per_node} does not divide the {ranks} EP ranks of a block.")
+    rank_LE = np.empty(totals.shape, np.int64)
+    for layer, loads in enumerate(totals):
+        node_of = lpt_layer(loads, ranks // ranks_per_node)
+        for node in range(ranks // ranks_per_node):
+            experts = np.flatnonzero(node_of == node)
+            rank_LE[layer, experts] = node * ranks_per_node + lpt_layer(loads[experts], ranks_per_node)
+    return rank_LE
 
 
 def place_rows(

@@ -13,6 +13,10 @@ import numpy as np
 from costmodels import StepTables, lookup_many_ns
 from profiler import ModelSpec, RoutePackError, Topology
 from profiler.files import arrays_hash
+from search.params import PlannerParams
+
+RECEIVE_WALL_NS = 10**12
+"""Cost of every table node above the receive cap: more than any step, far below what int64 holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Problem:
     """
 
     lengths: np.ndarray
-    """[N] int64."""
+    """[N] int64, padded to the alignment."""
     counts: np.ndarray
     """[N, L, E] int32: expert loads with unknown tokens filled in as the sample's average token."""
     sequence_ns: np.ndarray
@@ -67,9 +71,17 @@ class Problem:
     topology: Topology
     top_k: int
     max_tokens: int
+    equal_samples: bool
+    """Every DP slot must hold the same number of samples (verl, ROLL, SkyRL)."""
+    blocks_per_unit: int
+    """Blocks that wait for one another layer by layer: 1, or all of them under FSDP."""
     unknown_tokens: int
     unknown_samples: int
     """Samples with no known route at all."""
+    padding_tokens: int
+    """Tokens added by alignment; they cost like the sample's average token."""
+    max_received_rows: int
+    """Most rows an EP rank may receive in one row and layer; 0 for no limit."""
 
     @property
     def num_samples(self) -> int:
@@ -107,7 +119,12 @@ class Problem:
 
 
 def build_problem(
-    batch: StepBatch, tables: StepTables, spec: ModelSpec, topology: Topology, max_tokens: int
+    batch: StepBatch,
+    tables: StepTables,
+    spec: ModelSpec,
+    topology: Topology,
+    max_tokens: int,
+    params: PlannerParams | None = None,
 ) -> Problem:
     """Check the stated policies and turn a batch into integer costs.
 
@@ -117,27 +134,48 @@ def build_problem(
         If the step is empty, has fewer samples than DP slots, holds a sample above the cap, carries no routes at all,
         does not fit the model, or the experts do not divide over the EP ranks.
     """
-    _check_policies(batch, spec, topology, max_tokens)
-    lengths = np.ascontiguousarray(batch.lengths, dtype=np.int64)
+    params = params or PlannerParams()
+    _check_policies(batch, spec, topology, max_tokens, params.sequence_alignment)
+    lengths = padded_lengths(batch.lengths, params.sequence_alignment)
     layers = tables.class_layers[:, None]
     sequence = np.stack([lookup_many_ns(t, tables.length_shift, lengths) for t in tables.sequence_ns])
     return Problem(
         lengths=lengths,
-        counts=_fill_unknown(batch, spec.top_k),
+        counts=_fill_unknown(batch, lengths, spec.top_k),
         sequence_ns=np.ascontiguousarray((sequence * layers).T),
         cell_ns=np.ascontiguousarray(np.stack(tables.cell_ns) * layers),
-        expert_ns=tables.expert_rank_ns,
+        expert_ns=_with_receive_cap(tables, params.max_received_rows),
         exchange_ns=tables.exchange_ns,
         tables=tables,
         topology=topology,
         top_k=spec.top_k,
         max_tokens=max_tokens,
-        unknown_tokens=int((lengths - batch.known_tokens).sum()),
+        equal_samples=params.equal_samples,
+        blocks_per_unit=topology.num_blocks if params.couple_blocks else 1,
+        unknown_tokens=int((batch.lengths - batch.known_tokens).sum()),
         unknown_samples=int((batch.known_tokens == 0).sum()),
+        padding_tokens=int((lengths - batch.lengths).sum()),
+        max_received_rows=params.max_received_rows,
     )
 
 
-def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_tokens: int) -> None:
+def padded_lengths(lengths: np.ndarray, alignment: int) -> np.ndarray:
+    """Return lengths rounded up to a multiple of ``alignment``, int64."""
+    return -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
+
+
+def _with_receive_cap(tables: StepTables, max_rows: int) -> np.ndarray:
+    """Return the experts' table with a steep wall above the most rows a rank may receive.
+
+    The wall starts at the last node not above the cap, so that the search treats the cap as a cost it cannot pay.
+    """
+    if max_rows == 0:
+        return tables.expert_rank_ns
+    nodes = np.arange(len(tables.expert_rank_ns), dtype=np.int64)
+    return tables.expert_rank_ns + np.maximum(0, nodes - (max_rows >> tables.rows_shift)) * RECEIVE_WALL_NS
+
+
+def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_tokens: int, alignment: int) -> None:
     count, slots = batch.num_samples, topology.data_parallel_size
     if count == 0:
         raise RoutePackError("The step is empty: 0 samples. Skip the step, or check what dropped them.")
@@ -152,7 +190,7 @@ def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_t
             f"{spec.num_experts} experts do not divide over expert_model_parallel_size = "
             f"{topology.expert_model_parallel_size}. Choose a divisor."
         )
-    check_lengths(batch, max_tokens)
+    check_lengths(batch, max_tokens, alignment)
     if count < slots:
         raise RoutePackError(
             f"{count} samples cannot fill {slots} DP slots: every slot needs at least one sample a row. "
@@ -164,25 +202,28 @@ def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_t
         )
 
 
-def check_lengths(batch: StepBatch, max_tokens: int) -> None:
-    """Raise :class:`RoutePackError` naming the longest sample if any exceeds the cap."""
-    longest = int(np.argmax(batch.lengths))
-    if batch.lengths[longest] > max_tokens:
-        over = int((batch.lengths > max_tokens).sum())
+def check_lengths(batch: StepBatch, max_tokens: int, alignment: int = 1) -> None:
+    """Raise :class:`RoutePackError` naming the longest sample if any, padded, exceeds the cap."""
+    lengths = padded_lengths(batch.lengths, alignment)
+    longest = int(np.argmax(lengths))
+    if lengths[longest] > max_tokens:
+        over = int((lengths > max_tokens).sum())
+        padded = f" (padded to {lengths[longest]})" if alignment > 1 else ""
         raise RoutePackError(
-            f"Sample {batch.sample_ids[longest]} has {batch.lengths[longest]} tokens, above max_tokens_per_microbatch "
+            f"Sample {batch.sample_ids[longest]} has {batch.lengths[longest]} tokens{padded}, above max_tokens_per_microbatch "
             f"= {max_tokens} ({over} of {batch.num_samples} samples are). Samples cannot be split: raise the cap to at "
-            f"least {batch.lengths[longest]} or truncate the rollout."
+            f"least {lengths[longest]} or truncate the rollout."
         )
 
 
-def _fill_unknown(batch: StepBatch, top_k: int) -> np.ndarray:
-    """Return counts in which tokens without a route are spread like the sample's own average token.
+def _fill_unknown(batch: StepBatch, lengths: np.ndarray, top_k: int) -> np.ndarray:
+    """Return counts for ``lengths`` tokens in which those without a route are spread like the sample's own average
+    token.
 
     A sample without any route takes the batch's average token. Sums stay exact (largest remainder, ties by expert id).
     """
     counts = np.ascontiguousarray(batch.expert_counts, dtype=np.int32)
-    partial = np.flatnonzero(batch.known_tokens < batch.lengths)
+    partial = np.flatnonzero(batch.known_tokens < lengths)
     if partial.size == 0:
         return counts
     counts = counts.copy()
@@ -191,9 +232,9 @@ def _fill_unknown(batch: StepBatch, top_k: int) -> np.ndarray:
     total, total_known = counts.sum(axis=0, dtype=np.int64), int(batch.known_tokens.sum())
     basis[known == 0] = total
     known[known == 0] = total_known
-    scaled = basis * batch.lengths[partial, None, None].astype(np.int64)
+    scaled = basis * lengths[partial, None, None]
     filled, remainder = np.divmod(scaled, known[:, None, None])
-    missing = top_k * batch.lengths[partial, None] - filled.sum(axis=2)
+    missing = top_k * lengths[partial, None] - filled.sum(axis=2)
     rank = np.argsort(np.argsort(-remainder, axis=2, kind="stable"), axis=2, kind="stable")
     filled += rank < missing[:, :, None]
     counts[partial] = filled

@@ -20,6 +20,42 @@ def sample_weights(problem: Problem) -> np.ndarray:
     return problem.sequence_ns.sum(axis=1) + per_token * problem.lengths
 
 
+def equalised(problem: Problem, cell_of: np.ndarray, num_rows: int) -> np.ndarray | None:
+    """Return a packing in which sample counts of DP slots differ by at most one, or None where short moves do not do.
+
+    First the cells of each (row, block) are dealt so that full ones go to slots with few samples; then the shortest
+    samples move from slots with most to slots with least, where the cap has room.
+    """
+    slots, per_block = problem.num_slots, problem.num_slots // problem.num_blocks
+    count = np.bincount(cell_of, minlength=num_rows * slots)
+    totals, renamed = np.zeros(slots, np.int64), np.empty(num_rows * slots, np.int64)
+    for first in range(0, num_rows * slots, per_block):
+        cells = first + np.argsort(-count[first : first + per_block], kind="stable")
+        block = first % slots
+        places = block + np.argsort(totals[block : block + per_block], kind="stable")
+        renamed[cells] = first - block + places
+        totals[places] += count[cells]
+    cell_of = renamed[cell_of]
+    tokens = np.bincount(cell_of, weights=problem.lengths, minlength=num_rows * slots).astype(np.int64)
+    count = np.bincount(cell_of, minlength=num_rows * slots)
+    by_length = np.argsort(problem.lengths, kind="stable")
+    while totals.max() - totals.min() > 1:
+        most, least = int(np.argmax(totals)), int(np.argmin(totals))
+        roomiest = least + slots * int(np.argmin(tokens[least::slots]))
+        movable = by_length[(cell_of[by_length] % slots == most) & (count[cell_of[by_length]] > 1)]
+        if movable.size == 0 or tokens[roomiest] + problem.lengths[movable[0]] > problem.max_tokens:
+            return None
+        i = movable[0]
+        tokens[cell_of[i]] -= problem.lengths[i]
+        tokens[roomiest] += problem.lengths[i]
+        count[cell_of[i]] -= 1
+        count[roomiest] += 1
+        cell_of[i] = roomiest
+        totals[most] -= 1
+        totals[least] += 1
+    return cell_of
+
+
 def pack_balanced(problem: Problem, num_rows: int) -> np.ndarray | None:
     """Return the cell of each sample, [N], for exactly ``num_rows`` rows, or None where none is found.
 

@@ -21,10 +21,11 @@ def step_ns_slow(problem, row_N, slot_N, placement_LE, num_rows):
     slots, blocks, ranks = problem.num_slots, problem.num_blocks, problem.num_ranks
     per_block, per_rank = slots // blocks, problem.num_experts // ranks
     block_times = []
-    for block in range(blocks):
+    together = problem.blocks_per_unit
+    for end in range(blocks // together):
         total = 0
         for row in range(num_rows):
-            in_block = range(block * per_block, (block + 1) * per_block)
+            in_block = range(end * together * per_block, (end + 1) * together * per_block)
             cells = {d: [i for i in range(len(row_N)) if row_N[i] == row and slot_N[i] == d] for d in in_block}
             tokens = {d: sum(int(problem.lengths[i]) for i in cells[d]) for d in in_block}
             for c in range(problem.cell_ns.shape[0]):
@@ -37,11 +38,12 @@ def step_ns_slow(problem, row_N, slot_N, placement_LE, num_rows):
                 tokens[d] * problem.top_k * topology.blocks_per_slot // topology.ranks_per_slot for d in in_block
             )
             for layer in range(problem.num_layers):
-                rows = [0] * ranks
+                rows = [0] * ranks * blocks  # every block has ranks of its own
                 for d in in_block:
                     for i in cells[d]:
                         for expert in range(problem.num_experts):
-                            rows[placement_LE[layer, expert] // per_rank] += int(problem.counts[i, layer, expert])
+                            rank = d // per_block * ranks + placement_LE[layer, expert] // per_rank
+                            rows[rank] += int(problem.counts[i, layer, expert])
                 if max(rows) >= sent:
                     total += lookup_slow(problem.expert_ns + problem.exchange_ns, tables.rows_shift, max(rows))
                 else:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from costmodels import StepTables
 from costmodels.tables import node_shift, table_nodes
 from profiler import ModelSpec, Topology
+from search.params import PlannerParams
 from search.problem import StepBatch, build_problem
 
 
@@ -83,7 +84,8 @@ def problems(draw, max_samples=14):
     if not batch.known_tokens.any():
         batch = make_batch(rng, spec, lengths)
     tables = make_tables(rng, spec, topology, 512)
-    return build_problem(batch, tables, spec, topology, 512), rng
+    params = PlannerParams(couple_blocks=draw(st.booleans()), sequence_alignment=draw(st.sampled_from((1, 4))))
+    return build_problem(batch, tables, spec, topology, 512, params), rng
 
 
 def random_packing(rng, problem, num_rows):

@@ -30,6 +30,7 @@ from search import (
 from search.bounds import convex_minorant
 from search.construct import lpt_placement
 from search.joint import row_candidates
+from search.placer import first_ranks
 
 SMALL = PlannerParams(max_iterations=20_000, placement_swaps=500, starts=2)
 
@@ -254,5 +255,67 @@ def test_evaluation_of_the_plan_is_reported_by_part():
     priced = evaluate(build_problem(*case), plan.row_N, plan.slot_N, plan.placement_LE, plan.num_rows)
     assert plan.predicted == priced.step_time()
     assert set(plan.counters) == {
-        "unknown_tokens", "unknown_samples", "extrapolated_lengths", "extrapolated_rank_loads"
+        "unknown_tokens", "unknown_samples", "padding_tokens", "extrapolated_lengths", "extrapolated_rank_loads"
     }  # fmt: skip
+
+
+JOB_OPTIONS = {
+    "equal_samples": {"equal_samples": True},
+    "coupled blocks": {"couple_blocks": True},
+    "alignment": {"sequence_alignment": 8},
+    "nodes": {"ranks_per_node": 2},
+}
+
+
+@pytest.mark.parametrize("options", JOB_OPTIONS.values(), ids=JOB_OPTIONS.keys())
+@pytest.mark.parametrize("seed", range(3))
+def test_job_options_hold_and_are_priced(options, seed):
+    topology = Topology(data_parallel_size=4, expert_model_parallel_size=4 if "ranks_per_node" in options else 2)
+    case = make_case(seed, topology, samples=26)
+    params = replace(SMALL, max_iterations=8000, **options)
+    plan, problem = plan_step(*case, params, seed=seed), build_problem(*case, params)
+    slow_ns, _ = step_ns_slow(problem, plan.row_N, plan.slot_N, plan.placement_LE, plan.num_rows)
+    assert round(plan.predicted.step_time_s * 1e9) == slow_ns
+    assert lower_bound_ns(problem) <= slow_ns
+    counts = np.bincount(plan.slot_N, minlength=4)
+    if "equal_samples" in options:
+        assert counts.max() - counts.min() <= 1
+    if "sequence_alignment" in options:
+        assert (problem.lengths % 8 == 0).all()
+        assert plan.counters["padding_tokens"] == (problem.lengths - case[0].lengths).sum() > 0
+
+
+def test_seven_samples_over_four_slots_differ_by_one():
+    spec, topology = make_spec(), Topology(data_parallel_size=4, expert_model_parallel_size=4)
+    rng = np.random.default_rng(0)
+    batch = make_batch(rng, spec, [30, 20, 20, 10, 10, 5, 5])
+    plan = plan_step(
+        batch, make_tables(rng, spec, topology, 64), spec, topology, 64, replace(SMALL, equal_samples=True)
+    )
+    assert sorted(np.bincount(plan.slot_N)) == [1, 2, 2, 2]
+
+
+def test_receive_cap_is_hard():
+    case = make_case(6, TOPOLOGIES[2], samples=40, skew=1.5)
+    free = plan_step(*case, SMALL)
+    problem = build_problem(*case)
+    hottest = evaluate(problem, free.row_N, free.slot_N, free.placement_LE, free.num_rows).rank_rows_RBPL.max()
+    cap = int(hottest * 0.9)
+    capped = plan_step(*case, replace(SMALL, max_received_rows=cap))
+    priced = evaluate(problem, capped.row_N, capped.slot_N, capped.placement_LE, capped.num_rows)
+    assert priced.rank_rows_RBPL.max() <= cap
+    assert capped.predicted == priced.step_time()
+    with pytest.raises(RoutePackError, match="above max_received_rows = 3"):
+        plan_step(*case, replace(SMALL, max_received_rows=3))
+
+
+def test_first_placement_balances_nodes_first():
+    case = make_case(6, TOPOLOGIES[2], samples=40, skew=1.5)
+    problem = build_problem(*case)
+    totals, ranks = problem.counts.sum(axis=0), first_ranks(problem, 2)
+    for layer in range(problem.num_layers):
+        assert (np.bincount(ranks[layer], minlength=4) == 2).all()
+        nodes = [totals[layer][ranks[layer] // 2 == node].sum() for node in range(2)]
+        assert max(nodes) <= sum(nodes) / 2 + totals[layer].max()
+    with pytest.raises(RoutePackError, match="ranks_per_node = 3 does not divide"):
+        first_ranks(problem, 3)

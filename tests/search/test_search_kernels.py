@@ -1,22 +1,15 @@
 """The first law: delta = re-evaluation, for every move of packing and placement."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from strategies import problems, random_packing, random_placement
 
 from search.construct import slots_of_ranks
 from search.evaluate import evaluate
-from search.packer import pack_costs, pack_state, sample_loads
-from search.packing_kernels import (
-    anneal,
-    exchange_apply,
-    exchange_delta_ns,
-    fill_state,
-    objective,
-    propose,
-    random_below,
-    random_threshold,
-)
+from search.load_kernels import sample_rank_rows
+from search.packer import pack_costs, pack_state
+from search.packing_kernels import fill_state, move_apply, move_delta_ns, objective
+from search.packing_moves import anneal, fill_exchange, new_move, propose, propose_cells, propose_two
 from search.placement_kernels import (
     _hottest,
     improve_layer,
@@ -27,11 +20,12 @@ from search.placement_kernels import (
     swap_delta_ns,
 )
 from search.placer import LayerLoads, placement_of_ranks, ranks_of_slots, seed_state
+from search.random_bits import random_below, random_threshold
 
 
 def objective_of(problem, cell_of, placement, rows):
     priced = evaluate(problem, cell_of // problem.num_slots, cell_of % problem.num_slots, placement, rows)
-    return problem.num_blocks * priced.step_ns + int(priced.block_ns.sum())
+    return len(priced.block_ns) * priced.step_ns + int(priced.block_ns.sum())
 
 
 def start(drawn):
@@ -43,32 +37,52 @@ def start(drawn):
     return problem, rng, rows, placement, costs, state
 
 
-def draw(costs, state, rng, cap):
-    return propose(
-        costs.lengths, costs.by_length, costs.length_rank, state.cell_of, state.cell_tokens, state.cell_count,
-        np.array([cap, 300, 300]), rng,
-    )  # fmt: skip
+def draw(costs, state, move, rng, limits, kind):
+    if kind == "two":
+        propose_two(costs, state, move, limits, rng)
+    elif kind == "cells":
+        propose_cells(costs, state, move, limits, rng)
+    else:
+        arrays = (costs.lengths, costs.by_length, costs.length_rank, state.cell_of, state.cell_tokens, state.cell_count)
+        i, j, target = propose(*arrays, limits, rng)
+        move.cells[0] = -1
+        if i >= 0:
+            fill_exchange(costs, move, state.cell_of[i], i, j, target)
+    return move.cells[0] >= 0
 
 
 @given(problems())
 @settings(max_examples=30, deadline=None)
 def test_every_packing_move_equals_reevaluation(drawn):
     problem, rng, rows, placement, costs, state = start(drawn)
-    state_rng = seed_state(int(rng.integers(1 << 30)))
-    for _ in range(30):
+    state_rng, move = seed_state(int(rng.integers(1 << 30))), new_move(costs)
+    limits = np.array([problem.max_tokens, 300, 300, 0, 0, 0])
+    for turn in range(45):
         before = objective_of(problem, state.cell_of, placement, rows)
         assert before == objective(costs, state)
-        i, j, target = draw(costs, state, state_rng, problem.max_tokens)
-        if i < 0:
+        if not draw(costs, state, move, state_rng, limits, ("one", "two", "cells")[turn % 3]):
             continue
-        delta = exchange_delta_ns(costs, state, i, j, target)
-        exchange_apply(costs, state, i, j, target)
+        delta = move_delta_ns(costs, state, move)
+        move_apply(costs, state, move)
         assert objective_of(problem, state.cell_of, placement, rows) == before + delta
+        assert np.bincount(state.cell_of, minlength=rows * problem.num_slots).min() >= 1
     derived = [np.copy(part) for part in state]
     fill_state(costs, state)
     for name, was, now in zip(state._fields, derived, state, strict=True):
-        if name not in ("members", "place_of", "peak"):
+        if name not in ("members", "place_of"):
             assert (was == now).all(), name
+
+
+@given(problems())
+@settings(max_examples=15, deadline=None)
+def test_equal_count_mode_never_changes_a_slots_count(drawn):
+    problem, _, rows, _, costs, state = start(drawn)
+    slots = problem.num_slots
+    before = np.bincount(state.cell_of % slots, minlength=slots)
+    best_cell_of, best = state.cell_of.copy(), np.array([objective(costs, state)])
+    limits = np.array([problem.max_tokens, 300, 300, 100, 100, slots])
+    anneal(costs, state, best_cell_of, seed_state(3), 10**6, 500, limits, best)
+    assert (np.bincount(state.cell_of % slots, minlength=slots) == before).all()
 
 
 @given(problems())
@@ -78,7 +92,7 @@ def test_annealing_keeps_cap_and_cells_and_reports_its_best(drawn):
     cap = int(state.cell_tokens.max())
     best_cell_of, best = state.cell_of.copy(), np.array([objective(costs, state)])
     first = int(best[0])
-    anneal(costs, state, best_cell_of, seed_state(1), 2000, 500, np.array([cap, 300, 300]), best)
+    anneal(costs, state, best_cell_of, seed_state(1), 2000, 500, np.array([cap, 300, 300, 50, 50, 0]), best)
     assert best[0] <= first
     assert best[0] == objective_of(problem, best_cell_of, placement, rows)
     for cell_of in (best_cell_of, state.cell_of):
@@ -135,6 +149,7 @@ def test_improved_layer_is_no_worse_and_a_bijection(drawn):
 @settings(max_examples=15, deadline=None)
 def test_layers_sum_to_the_experts_share_of_the_plan(drawn):
     problem, _, rows, placement, _, state = start(drawn)
+    assume(problem.blocks_per_unit == 1)  # coupled blocks wait for one another: the layers' sum is only a guide there
     loads, ranks = layer_loads(problem, state.cell_of, rows), ranks_of_slots(placement, problem.num_ranks)
     total = sum(loads.layer_ns(layer, ranks[layer]) for layer in range(problem.num_layers))
     cell = state.cell_of
@@ -147,7 +162,7 @@ def test_layers_sum_to_the_experts_share_of_the_plan(drawn):
 def test_sample_loads_equal_a_loop(drawn):
     problem, rng = drawn
     ranks = ranks_of_slots(random_placement(rng, problem), problem.num_ranks)
-    loads = sample_loads(problem, ranks)
+    loads = sample_rank_rows(problem.counts, ranks, problem.num_ranks)
     slow = np.zeros_like(loads)
     for i, layer, expert in np.ndindex(problem.counts.shape):
         slow[i, ranks[layer, expert], layer] += problem.counts[i, layer, expert]

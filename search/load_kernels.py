@@ -1,0 +1,32 @@
+"""Numba kernels that add up routed rows: per unit and expert, per sample and EP rank.
+
+Shape suffixes: N samples, U units (row x EP block), L MoE layers, E experts, P EP ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, nogil=True)
+def unit_expert_rows(counts, unit_of, num_units):
+    """Return the rows of every logical expert in every unit, [U, L, E] int32, from ``counts`` [N, L, E]."""
+    rows = np.zeros((num_units, counts.shape[1], counts.shape[2]), np.int32)
+    for i in range(counts.shape[0]):
+        target = rows[unit_of[i]]
+        for m in range(counts.shape[1]):
+            for e in range(counts.shape[2]):
+                target[m, e] += counts[i, m, e]
+    return rows
+
+
+@njit(cache=True, nogil=True)
+def sample_rank_rows(counts, rank_of, num_ranks):
+    """Return the rows of every sample on every EP rank, [N, P, L] int32, given the rank of each expert, [L, E]."""
+    rows = np.zeros((counts.shape[0], num_ranks, counts.shape[1]), np.int32)
+    for i in range(counts.shape[0]):
+        for m in range(counts.shape[1]):
+            for e in range(counts.shape[2]):
+                rows[i, rank_of[m, e], m] += counts[i, m, e]
+    return rows
