@@ -1,6 +1,13 @@
 """Find the plan: packing and placement of one optimizer step, and the settings of the search."""
 
-from search.baselines import BASELINES, DEFAULT_BASELINE, price_baseline
+from search.baselines import (
+    BASELINES,
+    DEFAULT_BASELINE,
+    SEARCH_BASELINES,
+    SHOWN_BASELINES,
+    price_baseline,
+    price_search_baseline,
+)
 from search.bounds import lower_bound_ns
 from search.evaluate import Evaluation, balanced_ns, evaluate
 from search.joint import plan_step
@@ -22,6 +29,8 @@ __all__ = [
     "PlannerParams",
     "Problem",
     "Range",
+    "SEARCH_BASELINES",
+    "SHOWN_BASELINES",
     "StepBatch",
     "StepTime",
     "StopCriterion",
@@ -37,6 +46,7 @@ __all__ = [
     "lower_bound_ns",
     "plan_step",
     "price_baseline",
+    "price_search_baseline",
     "run_study",
     "score_batches",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -21,29 +21,21 @@ from profiler import ModelSpec, Observer, RoutePackError, Topology
 from search.bounds import lower_bound_ns
 from search.construct import identity_placement, least_rows, pack_ffd
 from search.evaluate import Evaluation, evaluate
+from search.movement import Residence, expert_bytes, list_moves, placement_of_ranks, relabelled, residence_of
 from search.packer import LEG_PROPOSALS, PackChain, pack_costs
 from search.params import PlannerParams
-from search.placer import (
-    LayerLoads,
-    first_ranks,
-    keep_what_pays,
-    place_rows,
-    placement_of_ranks,
-    ranks_of_slots,
-    seed_state,
-)
+from search.placer import LayerLoads, first_ranks, place_rows
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem
+from search.random_bits import seed_state
 from search.seeds import equalised, pack_balanced, pack_staircase
 from search.stop import MaxIterations, StopCriterion
 
 SEEDS = (pack_balanced, pack_staircase)
-START_SPREAD = 3.0
+START_SPREAD = 10.0
 """Every further chain starts so many times hotter: rugged instances want heat, smooth ones do not."""
 PROBE_LEGS = 2
 """Legs of annealing spent on each candidate number of rows before one is chosen."""
-BYTES_PER_PARAMETER = 16
-"""bf16 weight and gradient-free optimizer state: fp32 master, two Adam moments, bf16 copy (14) and alignment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +75,25 @@ def plan_step(
     stop = stop or MaxIterations(params.max_iterations)
     stop.reset()
     problem = build_problem(batch, tables, spec, topology, max_tokens, params)
-    old_LE = None if previous is None else _old_ranks(previous, problem)
+    home = None if previous is None else residence_of(previous, problem, spec, params)
     with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as pool:
-        start_LE = first_ranks(problem, params.ranks_per_node) if old_LE is None else old_LE
+        start_LE = first_ranks(problem, params.ranks_per_node) if home is None else home.rank_LE
         packings = _seed_packings(problem, start_LE, params, seed, pool)
         observer.start("plan", params.starts)
-        chain = _Chain(problem, spec, start_LE, old_LE, params, stop)
+        chain = _Chain(problem, start_LE, home, params, stop)
         solutions = list(pool.map(lambda k: chain.solve(packings[k % len(packings)], seed, k), range(params.starts)))
         observer.finish("plan")
     best = min(solutions, key=lambda s: s.objective)
-    previous_LE = None if previous is None else previous.placement_LE
+    old_LE = None if previous is None else previous.placement_LE
     plan = _as_plan(
-        problem, batch, best.cell_of, placement_of_ranks(best.rank_LE, problem.num_ranks, previous_LE), best.num_rows,
+        problem, batch, best.cell_of, placement_of_ranks(best.rank_LE, problem.num_ranks, old_LE), best.num_rows,
         {"planner": "routepack-tune", "seed": seed, "params": asdict(params), "stopped_by": stop.name},
     )  # fmt: skip
+    if old_LE is not None:
+        plan = replace(
+            plan,
+            moves=list_moves(old_LE, plan.placement_LE, problem.experts_per_rank, expert_bytes(spec, topology), params),
+        )
     check_plan(plan, problem.lengths, problem.num_experts)
     _check_job(problem, plan)
     return plan
@@ -117,23 +114,9 @@ def _check_job(problem: Problem, plan: Plan) -> None:
         if received > problem.max_received_rows:
             raise RoutePackError(
                 f"EP rank {rank} of block {block} receives {received} rows in row {row}, MoE layer {layer}, above "
-                f"max_received_rows = {problem.max_received_rows}, and no plan found avoids it. Raise it, lower the token "
-                "cap, or allow more rows (extra_rows)."
+                f"max_received_rows = {problem.max_received_rows}, and no plan found avoids it. Raise it, lower the "
+                "token cap, or allow more rows (extra_rows)."
             )
-
-
-def _old_ranks(previous: Plan, problem: Problem) -> np.ndarray:
-    if previous.placement_LE.shape != (problem.num_layers, problem.num_experts):
-        raise RoutePackError(
-            f"Previous plan places {previous.placement_LE.shape} (layers, experts), this model has "
-            f"{(problem.num_layers, problem.num_experts)}. Give the previous plan of the same job."
-        )
-    if previous.topology.expert_model_parallel_size != problem.num_ranks:
-        raise RoutePackError(
-            f"Previous plan has expert_model_parallel_size {previous.topology.expert_model_parallel_size}, this job "
-            f"{problem.num_ranks}. Give the previous plan of the same job."
-        )
-    return ranks_of_slots(previous.placement_LE, problem.num_ranks)
 
 
 def row_candidates(problem: Problem, extra_rows: int) -> list[int]:
@@ -186,9 +169,8 @@ class _Chain:
     """One chain of the search; ``solve`` may run in several threads at once."""
 
     problem: Problem
-    spec: ModelSpec
     start_LE: np.ndarray
-    old_LE: np.ndarray | None
+    home: Residence | None
     params: PlannerParams
     stop: StopCriterion
 
@@ -197,7 +179,11 @@ class _Chain:
         num_rows, cell_of = packing
         params, rank_LE = self.params, self.start_LE
         with ThreadPoolExecutor(1) as pool:
-            rank_LE = self._place(num_rows, cell_of, rank_LE, seed_state(seed, number, 0), pool)
+            starts = [rank_LE]
+            if self.home is not None:
+                fresh_LE = first_ranks(self.problem, params.ranks_per_node)
+                starts.append(relabelled(fresh_LE, self.home.rank_LE, self.problem.num_ranks))
+            rank_LE = self._place(num_rows, cell_of, starts, seed_state(seed, number, 0), pool)
             chain = PackChain(
                 self.problem, pack_costs(self.problem, rank_LE), cell_of, num_rows, seed_state(seed, number, 1)
             )
@@ -207,31 +193,22 @@ class _Chain:
                 share = params.first_share + (1 - params.first_share) * turn / max(1, params.alternations - 1)
                 chain.run(params, hot, 1.0 if last else share, self.stop.progress)
                 hot *= 0.1
-                placed_LE = self._place(num_rows, chain.best_cell_of, rank_LE, seed_state(seed, number, 2 + turn), pool)
+                rng = seed_state(seed, number, 2 + turn)
+                placed_LE = self._place(num_rows, chain.best_cell_of, [rank_LE], rng, pool)
                 if chain.load_if_better(pack_costs(self.problem, placed_LE)):
                     rank_LE = placed_LE
         blocks = chain.state.block_ns
-        objective = (int(blocks.max()), int(blocks.sum()))
-        return _Solution(objective, chain.best_cell_of, rank_LE, num_rows)
+        price = 0 if self.home is None else self.home.price_ns(rank_LE)
+        return _Solution((int(blocks.max()) + price, int(blocks.sum())), chain.best_cell_of, rank_LE, num_rows)
 
     def _place(
-        self, num_rows: int, cell_of: np.ndarray, rank_LE: np.ndarray, rng: np.ndarray, pool: ThreadPoolExecutor
+        self, num_rows: int, cell_of: np.ndarray, starts: list[np.ndarray], rng: np.ndarray, pool: ThreadPoolExecutor
     ) -> np.ndarray:
-        problem = self.problem
-        slots = problem.num_slots
+        problem, slots = self.problem, self.problem.num_slots
         tokens = np.bincount(cell_of, weights=problem.lengths, minlength=num_rows * slots).astype(np.int64)
         sent = problem.sent_rows(tokens).reshape(num_rows * problem.num_blocks, -1).max(axis=1)
         loads = LayerLoads(problem, cell_of // (slots // problem.num_blocks), sent)
-        found = place_rows(loads, [rank_LE], self.params, int(rng[0] >> np.uint64(1)), pool)
-        if self.old_LE is None:
-            return found
-        return keep_what_pays(loads, found, self.old_LE, self._move_ns(), self.params)
-
-    def _move_ns(self) -> float:
-        """Nanoseconds a rank needs to receive one expert of one layer, over all stages."""
-        width = self.spec.moe_intermediate_size // self.problem.topology.expert_tensor_parallel_size
-        moved_bytes = 3 * self.spec.hidden_size * width * BYTES_PER_PARAMETER
-        return moved_bytes / self.params.link_gbytes_per_s * self.problem.tables.pipeline_stages
+        return place_rows(loads, starts, self.home, self.params, int(rng[0] >> np.uint64(1)), pool)
 
 
 def _as_plan(

@@ -125,16 +125,26 @@ def swap_apply(counts, rows, top, rank_of, pair):
 
 
 @njit(cache=True, nogil=True)
-def improve_layer(tables, shift, counts, rank_of, sent, rng, schedule):
-    """Anneal the placement of one layer in place and return its time; ``rank_of`` ends as the best placement seen.
+def _more_away(home, pair):
+    """Return by how many the experts away from home grow when the pair is swapped, -2 to 2."""
+    e1, p1, e2, p2 = pair
+    after = np.int64(home[e1] != p2) + np.int64(home[e2] != p1)
+    return after - np.int64(home[e1] != p1) - np.int64(home[e2] != p2)
 
-    ``counts`` [E, U] int64; ``schedule`` = (ranks, proposals, first temperature ns, last temperature ns).
+
+@njit(cache=True, nogil=True)
+def improve_layer(tables, shift, counts, rank_of, home, sent, rng, schedule):
+    """Anneal the placement of one layer in place and return its price; ``rank_of`` ends as the best placement seen.
+
+    ``counts`` [E, U] int64; ``home`` [E] is the rank where each expert's weights lie now; ``schedule`` = (ranks,
+    proposals, first temperature ns, last temperature ns, price ns of an expert away from home). The price is the
+    layer's time plus that of moving experts, so that only moves that pay are made, one by one.
     """
-    num_ranks, proposals, hot_ns, cold_ns = schedule
+    num_ranks, proposals, hot_ns, cold_ns, move_ns = schedule
     rows = layer_rank_rows(counts, rank_of, num_ranks)
     top = np.zeros((5, rows.shape[1]), np.int64)
     _hottest(rows, top)
-    current = layer_ns(tables, shift, rows, sent)
+    current = layer_ns(tables, shift, rows, sent) + move_ns * np.int64((rank_of != home).sum())
     best = current
     best_rank_of = rank_of.copy()
     experts = rank_of.size
@@ -144,6 +154,8 @@ def improve_layer(tables, shift, counts, rank_of, sent, rng, schedule):
             continue
         pair = (e1, rank_of[e1], e2, rank_of[e2])
         delta = swap_delta_ns(tables, shift, counts, rows, top, sent, pair)
+        if move_ns > 0:
+            delta += move_ns * _more_away(home, pair)
         temperature = hot_ns + (cold_ns - hot_ns) * step // max(1, proposals)
         if delta > 0 and (temperature <= 0 or delta > random_threshold(rng, temperature)):
             continue

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from profiler import RoutePackError
-from search.construct import slots_of_ranks
 from search.load_kernels import unit_expert_rows
+from search.movement import Residence
 from search.params import PlannerParams
 from search.placement_kernels import improve_layer, layer_ns, layer_rank_rows, lpt_layer
 from search.problem import Problem
+from search.random_bits import seed_state
 
 
 class LayerLoads:
@@ -34,27 +35,21 @@ class LayerLoads:
         rows = layer_rank_rows(self.counts_LEU[layer], rank_of, self.num_ranks)
         return int(layer_ns(self.tables, self.shift, rows, self.sent_U))
 
-    def improve(self, layer: int, rank_of: np.ndarray, params: PlannerParams, seed: int) -> tuple[int, np.ndarray]:
-        """Return the time and ranks of a layer after swap search from ``rank_of``; never worse than it."""
-        start_ns = self.layer_ns(layer, rank_of)
-        mean_ns = start_ns // len(self.sent_U)
+    def improve(
+        self, layer: int, rank_of: np.ndarray, home: np.ndarray | None, move_ns: int, params: PlannerParams, seed: int
+    ) -> tuple[int, np.ndarray]:
+        """Return the price and ranks of a layer after swap search from ``rank_of``; never worse than it.
+
+        The price is the layer's time plus ``move_ns`` for every expert away from ``home``, [E] (None: moves are free).
+        """
+        mean_ns = self.layer_ns(layer, rank_of) // len(self.sent_U)
         hot_ns = int(mean_ns * params.placement_temperature)
-        schedule = (self.num_ranks, params.placement_swaps, hot_ns, hot_ns // 100)
-        better = rank_of.copy()
-        rng = seed_state(seed, layer)
-        time_ns = improve_layer(self.tables, self.shift, self.counts_LEU[layer], better, self.sent_U, rng, schedule)
-        return int(time_ns), better
-
-
-def seed_state(*numbers: int) -> np.ndarray:
-    """Return a non-zero xorshift state mixed from integers (splitmix64), [1] uint64."""
-    state, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
-    for number in numbers:
-        state = (state ^ (number & mask)) * 0xBF58476D1CE4E5B9 & mask
-        state ^= state >> 27
-        state = state * 0x94D049BB133111EB + 0x9E3779B97F4A7C15 & mask
-        state ^= state >> 31
-    return np.array([state or 1], np.uint64)
+        schedule = (self.num_ranks, params.placement_swaps, hot_ns, hot_ns // 100, 0 if home is None else move_ns)
+        better, rng = rank_of.copy(), seed_state(seed, layer)
+        home = better if home is None else home
+        counts = self.counts_LEU[layer]
+        price_ns = improve_layer(self.tables, self.shift, counts, better, home, self.sent_U, rng, schedule)
+        return int(price_ns), better
 
 
 def first_ranks(problem: Problem, ranks_per_node: int = 0) -> np.ndarray:
@@ -82,6 +77,7 @@ def first_ranks(problem: Problem, ranks_per_node: int = 0) -> np.ndarray:
 def place_rows(
     loads: LayerLoads,
     starts: Iterable[np.ndarray],
+    residence: Residence | None,
     params: PlannerParams,
     seed: int,
     pool: ThreadPoolExecutor,
@@ -93,47 +89,8 @@ def place_rows(
     starts = list(starts)
 
     def best_of(layer: int) -> np.ndarray:
-        results = [loads.improve(layer, ranks[layer], params, seed) for ranks in starts]
+        home, move_ns = (None, 0) if residence is None else (residence.rank_LE[layer], residence.move_ns)
+        results = [loads.improve(layer, ranks[layer], home, move_ns, params, seed) for ranks in starts]
         return min(results, key=lambda result: result[0])[1]
 
     return np.stack(list(pool.map(best_of, range(len(loads.counts_LEU)))))
-
-
-def ranks_of_slots(placement_LE: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the EP rank of each expert, [L, E], from its physical slot."""
-    return placement_LE // (placement_LE.shape[1] // num_ranks)
-
-
-def placement_of_ranks(rank_LE: np.ndarray, num_ranks: int, previous_LE: np.ndarray | None = None) -> np.ndarray:
-    """Return physical slots [L, E]; experts that stay on their rank keep the slot of ``previous_LE``."""
-    if previous_LE is None:
-        return np.stack([slots_of_ranks(ranks, num_ranks) for ranks in rank_LE])
-    per_rank = rank_LE.shape[1] // num_ranks
-    placement = np.where(previous_LE // per_rank == rank_LE, previous_LE, -1)
-    for layer in range(len(rank_LE)):
-        for rank in range(num_ranks):
-            arrivals = np.flatnonzero((rank_LE[layer] == rank) & (placement[layer] < 0))
-            if arrivals.size:
-                free = np.setdiff1d(np.arange(rank * per_rank, (rank + 1) * per_rank), placement[layer])
-                placement[layer, arrivals] = free
-    return placement
-
-
-def keep_what_pays(
-    loads: LayerLoads, new_LE: np.ndarray, old_LE: np.ndarray, move_ns: float, params: PlannerParams
-) -> np.ndarray:
-    """Return ranks in which a layer leaves ``old_LE`` only if the gain over the horizon pays for the experts it moves.
-
-    ``move_ns`` is the time one rank needs to receive one expert with its optimizer state; a layer costs as much as its
-    busiest receiver.
-    """
-    kept = new_LE.copy()
-    for layer in range(len(new_LE)):
-        moved = np.flatnonzero(new_LE[layer] != old_LE[layer])
-        if moved.size == 0:
-            continue
-        busiest = int(np.bincount(new_LE[layer, moved]).max())
-        gain = loads.layer_ns(layer, old_LE[layer]) - loads.layer_ns(layer, new_LE[layer])
-        if gain * params.horizon_steps <= busiest * move_ns * params.stickiness:
-            kept[layer] = old_LE[layer]
-    return kept

@@ -38,6 +38,18 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertMoves:
+    """Hold what a plan moves away from the previous placement."""
+
+    listed: tuple[tuple[int, ...], ...] = ()
+    """(MoE layer, logical expert, old physical slot, new physical slot), by layer and expert."""
+    moved_bytes: int = 0
+    """Parameters and optimizer state that change their rank."""
+    seconds: float = 0.0
+    """Predicted time: layer after layer, the busiest receiving rank over its link (bandwidth assumed)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Hold one step's packing and placement with their predicted cost.
 
@@ -60,6 +72,8 @@ class Plan:
     """No plan of this batch can be faster by the same tables."""
     counters: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    moves: ExpertMoves = ExpertMoves()
+    """Experts to move before the step, where a previous plan was given."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Hashes of batch and tables, parameters, seed, iterations and why the search stopped."""
 
@@ -121,6 +135,11 @@ class Plan:
             "gap": self.gap,
             "counters": self.counters,
             "notes": list(self.notes),
+            "moves": {
+                "experts": [list(move) for move in self.moves.listed],
+                "bytes": self.moves.moved_bytes,
+                "seconds": self.moves.seconds,
+            },
             "provenance": self.provenance,
         }
 
@@ -156,6 +175,11 @@ class Plan:
                 lower_bound_s=data["lower_bound_s"],
                 counters=data["counters"],
                 notes=tuple(data["notes"]),
+                moves=ExpertMoves(
+                    tuple(tuple(move) for move in data["moves"]["experts"]),
+                    data["moves"]["bytes"],
+                    data["moves"]["seconds"],
+                ),
                 provenance=data["provenance"],
             )
             if plan.plan_hash != data["plan_hash"]:

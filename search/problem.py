@@ -104,6 +104,11 @@ class Problem:
         return self.topology.expert_model_parallel_size
 
     @property
+    def experts_per_rank(self) -> int:
+        """Experts (and physical slots) of one EP rank."""
+        return self.num_experts // self.num_ranks
+
+    @property
     def num_layers(self) -> int:
         """MoE layers (L)."""
         return self.counts.shape[1]

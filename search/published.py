@@ -165,8 +165,8 @@ def _cells_of_ranks(bins_DR: list[Bins], problem: Problem) -> Packing:
 
 def _too_few_samples(problem: Problem) -> RoutePackError:
     return RoutePackError(
-        f"{problem.num_samples} samples on {problem.num_slots} DP slots: no equal number of microbatches a slot keeps the "
-        f"cap of {problem.max_tokens} tokens without an empty one. Raise the cap or lower data_parallel_size."
+        f"{problem.num_samples} samples on {problem.num_slots} DP slots: no equal number of microbatches a slot keeps "
+        f"the cap of {problem.max_tokens} tokens without an empty one. Raise the cap or lower data_parallel_size."
     )
 
 

@@ -1,12 +1,23 @@
 """Random draws for kernels: xorshift on one word of state, integers only, the same on every machine.
 
-State is an array [1] of uint64, never 0 (``search.placer.seed_state`` makes one); no two threads may share it.
+State is an array [1] of uint64, never 0 (``seed_state`` makes one); no two threads may share it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
+
+
+def seed_state(*numbers: int) -> np.ndarray:
+    """Return a non-zero xorshift state mixed from integers (splitmix64), [1] uint64."""
+    state, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    for number in numbers:
+        state = (state ^ (number & mask)) * 0xBF58476D1CE4E5B9 & mask
+        state ^= state >> 27
+        state = state * 0x94D049BB133111EB + 0x9E3779B97F4A7C15 & mask
+        state ^= state >> 31
+    return np.array([state or 1], np.uint64)
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -7,6 +7,7 @@ from strategies import problems, random_packing, random_placement
 from search.construct import slots_of_ranks
 from search.evaluate import evaluate
 from search.load_kernels import sample_rank_rows
+from search.movement import placement_of_ranks, ranks_of_slots
 from search.packer import pack_costs, pack_state
 from search.packing_kernels import fill_state, move_apply, move_delta_ns, objective
 from search.packing_moves import anneal, fill_exchange, new_move, propose, propose_cells, propose_two
@@ -19,8 +20,8 @@ from search.placement_kernels import (
     swap_apply,
     swap_delta_ns,
 )
-from search.placer import LayerLoads, placement_of_ranks, ranks_of_slots, seed_state
-from search.random_bits import random_below, random_threshold
+from search.placer import LayerLoads
+from search.random_bits import random_below, random_threshold, seed_state
 
 
 def objective_of(problem, cell_of, placement, rows):
@@ -131,17 +132,17 @@ def layer_loads(problem, cell_of, rows):
 @given(problems())
 @settings(max_examples=15, deadline=None)
 def test_improved_layer_is_no_worse_and_a_bijection(drawn):
-    problem, _, rows, placement, _, state = start(drawn)
+    problem, rng, rows, placement, _, state = start(drawn)
     loads = layer_loads(problem, state.cell_of, rows)
-    ranks = ranks_of_slots(placement, problem.num_ranks)
+    ranks, move_ns = ranks_of_slots(placement, problem.num_ranks), int(rng.integers(0, 200))
     for layer in range(problem.num_layers):
-        rank_of = ranks[layer].copy()
-        before = loads.layer_ns(layer, rank_of)
-        time = improve_layer(
-            loads.tables, loads.shift, loads.counts_LEU[layer], rank_of, loads.sent_U, seed_state(2),
-            (problem.num_ranks, 300, 100, 1),
+        rank_of, home = ranks[layer].copy(), rng.permutation(ranks[layer])
+        before = loads.layer_ns(layer, rank_of) + move_ns * (rank_of != home).sum()
+        price = improve_layer(
+            loads.tables, loads.shift, loads.counts_LEU[layer], rank_of, home, loads.sent_U, seed_state(2),
+            (problem.num_ranks, 300, 100, 1, move_ns),
         )  # fmt: skip
-        assert time == loads.layer_ns(layer, rank_of) <= before
+        assert price == loads.layer_ns(layer, rank_of) + move_ns * (rank_of != home).sum() <= before
         assert (np.bincount(rank_of) == problem.num_experts // problem.num_ranks).all()
 
 
