@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from costmodels import StepTables
     from profiler import DeviceFingerprint, ModelSpec, Observer, Topology
-    from search import Plan, PlannerParams, StepBatch
+    from search import Plan, PlannerParams, StepBatch, StreamingPlanner
 
 BUNDLE_SCHEMA_VERSION = 1
 PLANNER_FILE = "planner.yaml"
@@ -96,6 +96,16 @@ class Planner:
             batch, self.tables, self.spec, self.topology, self.max_tokens, self.params,
             seed=seed, stop=stop, previous=previous, observer=observer or Observer(),
         )  # fmt: skip
+
+    def stream(self, seed: int = 0, previous: Plan | None = None) -> StreamingPlanner:
+        """Return a planner that takes samples one by one while rollouts finish (see ``search.StreamingPlanner``).
+
+        Its plan depends on timing: one process streams and plans, and sends ``plan.json`` to the others.
+        """
+        from search import StreamingPlanner
+
+        job = (self.tables, self.spec, self.topology, self.max_tokens, self.params)
+        return StreamingPlanner(*job, seed=seed, previous=previous)
 
 
 def write_bundle(out: Path | str, planner: Planner, provenance: Mapping[str, Any]) -> Path:

@@ -15,6 +15,7 @@ from search.params import TUNABLE, PlannerParams, Range
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem, check_lengths
 from search.stop import FirstOf, MaxIterations, MaxRuntime, StopCriterion
+from search.stream import StreamingPlanner
 from search.tuner import BatchScore, TrialObserver, TuneParams, TuneTask, run_study, score_batches
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "StepBatch",
     "StepTime",
     "StopCriterion",
+    "StreamingPlanner",
     "TUNABLE",
     "TrialObserver",
     "TuneParams",

@@ -34,6 +34,8 @@ from search.stop import MaxIterations, StopCriterion
 SEEDS = (pack_balanced, pack_staircase)
 START_SPREAD = 10.0
 """Every further chain starts so many times hotter: rugged instances want heat, smooth ones do not."""
+LATE = 1.1
+"""Progress beyond which a chain takes no further placement: a wall-clock budget is long spent."""
 PROBE_LEGS = 2
 """Legs of annealing spent on each candidate number of rows before one is chosen."""
 
@@ -59,12 +61,15 @@ def plan_step(
     seed: int = 0,
     stop: StopCriterion | None = None,
     previous: Plan | None = None,
+    start: np.ndarray | None = None,
     num_threads: int | None = None,
     observer: Observer | None = None,
 ) -> Plan:
     """Plan one optimizer step.
 
     Under an iteration budget (the default) the plan is a pure function of batch, tables, parameters and seed.
+    ``start`` is the rank of every expert, [L, E], from which the search starts in place of LPT or ``previous``; unlike
+    moves away from ``previous``, those away from ``start`` cost nothing.
 
     Raises
     ------
@@ -77,7 +82,10 @@ def plan_step(
     problem = build_problem(batch, tables, spec, topology, max_tokens, params)
     home = None if previous is None else residence_of(previous, problem, spec, params)
     with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as pool:
-        start_LE = first_ranks(problem, params.ranks_per_node) if home is None else home.rank_LE
+        if start is not None:
+            start_LE = start
+        else:
+            start_LE = first_ranks(problem, params.ranks_per_node) if home is None else home.rank_LE
         packings = _seed_packings(problem, start_LE, params, seed, pool)
         observer.start("plan", params.starts)
         chain = _Chain(problem, start_LE, home, params, stop)
@@ -183,7 +191,10 @@ class _Chain:
             if self.home is not None:
                 fresh_LE = first_ranks(self.problem, params.ranks_per_node)
                 starts.append(relabelled(fresh_LE, self.home.rank_LE, self.problem.num_ranks))
+            began = self.stop.progress(0)
             rank_LE = self._place(num_rows, cell_of, starts, seed_state(seed, number, 0), pool)
+            # Under a wall-clock budget the last placement must fit in too; under iterations it takes no share.
+            end = max(0.0, 1.0 - (self.stop.progress(0) - began))
             chain = PackChain(
                 self.problem, pack_costs(self.problem, rank_LE), cell_of, num_rows, seed_state(seed, number, 1)
             )
@@ -191,8 +202,10 @@ class _Chain:
             for turn in range(params.alternations):
                 last = turn == params.alternations - 1
                 share = params.first_share + (1 - params.first_share) * turn / max(1, params.alternations - 1)
-                chain.run(params, hot, 1.0 if last else share, self.stop.progress)
+                chain.run(params, hot, end if last else share * end, self.stop.progress)
                 hot *= 0.1
+                if self.stop.progress(chain.proposals) > LATE:
+                    break
                 rng = seed_state(seed, number, 2 + turn)
                 placed_LE = self._place(num_rows, chain.best_cell_of, [rank_LE], rng, pool)
                 if chain.load_if_better(pack_costs(self.problem, placed_LE)):

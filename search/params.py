@@ -13,7 +13,7 @@ class PlannerParams:
     """Packing proposals per chain when no other budget is given."""
     starts: int = 2
     """Independent chains; the best one's plan is returned."""
-    alternations: int = 2
+    alternations: int = 1
     """Times a chain goes through packing and then placement."""
     first_share: float = 0.6
     """Share of a chain's budget spent before its first row-aware placement."""
@@ -21,23 +21,23 @@ class PlannerParams:
     """Rows above the least number that are tried."""
     hot_temperature: float = 1e-3
     """First annealing temperature, as a share of the mean time of a (row, block)."""
-    cold_temperature: float = 3e-6
+    cold_temperature: float = 1e-5
     """Last annealing temperature, likewise."""
     relocate_share: float = 0.15
     """Share of proposals that move one sample instead of swapping two."""
     similar_share: float = 0.5
     """Share of proposals that swap samples of similar length."""
-    two_share: float = 0.05
+    two_share: float = 0.02
     """Share of proposals that exchange one sample for two, drawn before the others."""
     cell_share: float = 0.01
     """Share of proposals that swap whole cells between rows or blocks, likewise."""
-    placement_swaps: int = 10_000
+    placement_swaps: int = 30_000
     """Expert swaps proposed per layer in every placement pass."""
     placement_temperature: float = 1e-2
     """First temperature of the placement, as a share of a layer's mean time in one (row, block)."""
     horizon_steps: float = 10.0
     """Steps over which a new placement must pay for moving its experts."""
-    stickiness: float = 1.0
+    stickiness: float = 2.5
     """Factor on the price of moving experts: 0 moves them for free, larger keeps the old placement longer."""
     link_gbytes_per_s: float = 25.0
     """Bandwidth of one rank for moving experts and their optimizer state, in 1e9 bytes a second (assumed)."""
@@ -87,14 +87,14 @@ TUNABLE: dict[str, Range] = {
     "first_share": Range(0.2, 0.9),
     "extra_rows": Range(0, 8, integer=True),
     "hot_temperature": Range(1e-5, 1e-2, log=True),
-    "cold_temperature": Range(1e-7, 1e-5, log=True),
+    "cold_temperature": Range(1e-6, 1e-4, log=True),
     "relocate_share": Range(0.02, 0.4),
     "similar_share": Range(0.1, 0.6),
     "two_share": Range(0.0, 0.2),
     "cell_share": Range(0.0, 0.05),
-    "placement_swaps": Range(1_000, 100_000, log=True, integer=True),
+    "placement_swaps": Range(1_000, 200_000, log=True, integer=True),
     "placement_temperature": Range(1e-5, 1e-1, log=True),
-    "stickiness": Range(0.25, 4.0, log=True),
+    "stickiness": Range(0.25, 10.0, log=True),
 }
 
 assert set(TUNABLE) <= {f.name for f in fields(PlannerParams)}

@@ -75,20 +75,25 @@ def layer_ns(tables, shift, rows, sent):
 def _hottest(rows, top):
     """Fill ``top`` [5, U]: value and rank of the hottest, value and rank of the second, value of the third."""
     for u in range(rows.shape[1]):
-        first, second, third = np.int64(-1), np.int64(-1), np.int64(-1)
-        first_rank, second_rank = np.int64(-1), np.int64(-1)
-        for p in range(rows.shape[0]):
-            value = rows[p, u]
-            if value > first:
-                third = second
-                second, second_rank = first, first_rank
-                first, first_rank = value, p
-            elif value > second:
-                third = second
-                second, second_rank = value, p
-            elif value > third:
-                third = value
-        top[0, u], top[1, u], top[2, u], top[3, u], top[4, u] = first, first_rank, second, second_rank, third
+        _hottest_of(rows, top, u)
+
+
+@njit(cache=True, nogil=True)
+def _hottest_of(rows, top, u):
+    first, second, third = np.int64(-1), np.int64(-1), np.int64(-1)
+    first_rank, second_rank = np.int64(-1), np.int64(-1)
+    for p in range(rows.shape[0]):
+        value = rows[p, u]
+        if value > first:
+            third = second
+            second, second_rank = first, first_rank
+            first, first_rank = value, p
+        elif value > second:
+            third = second
+            second, second_rank = value, p
+        elif value > third:
+            third = value
+    top[0, u], top[1, u], top[2, u], top[3, u], top[4, u] = first, first_rank, second, second_rank, third
 
 
 @njit(cache=True, nogil=True)
@@ -118,10 +123,13 @@ def swap_apply(counts, rows, top, rank_of, pair):
     e1, p1, e2, p2 = pair
     for u in range(rows.shape[1]):
         shifted = counts[e2, u] - counts[e1, u]
+        colder = max(rows[p1, u], rows[p2, u])
         rows[p1, u] += shifted
         rows[p2, u] -= shifted
+        # The three hottest stay what they are where neither rank is, or becomes, one of them.
+        if max(colder, max(rows[p1, u], rows[p2, u])) >= top[4, u]:
+            _hottest_of(rows, top, u)
     rank_of[e1], rank_of[e2] = p2, p1
-    _hottest(rows, top)
 
 
 @njit(cache=True, nogil=True)

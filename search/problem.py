@@ -215,9 +215,9 @@ def check_lengths(batch: StepBatch, max_tokens: int, alignment: int = 1) -> None
         over = int((lengths > max_tokens).sum())
         padded = f" (padded to {lengths[longest]})" if alignment > 1 else ""
         raise RoutePackError(
-            f"Sample {batch.sample_ids[longest]} has {batch.lengths[longest]} tokens{padded}, above max_tokens_per_microbatch "
-            f"= {max_tokens} ({over} of {batch.num_samples} samples are). Samples cannot be split: raise the cap to at "
-            f"least {lengths[longest]} or truncate the rollout."
+            f"Sample {batch.sample_ids[longest]} has {batch.lengths[longest]} tokens{padded}, above "
+            f"max_tokens_per_microbatch = {max_tokens} ({over} of {batch.num_samples} samples are). Samples cannot be "
+            f"split: raise the cap to at least {lengths[longest]} or truncate the rollout."
         )
 
 

@@ -51,6 +51,16 @@ def test_save_load_same_plan(job, bundle, planner):
     assert loaded.plan(loaded.batch(**job.arrays())).plan_hash == planner.plan(job.step).plan_hash
 
 
+def test_stream_plans_with_the_bundle(job, planner):
+    batch = planner.batch(**job.arrays())
+    with planner.stream(seed=1) as stream:
+        for i in range(batch.num_samples):
+            stream.add(batch.sample_ids[i], batch.lengths[i], batch.expert_counts[i], batch.known_tokens[i])
+        sealed, plan = stream.seal(order=batch.sample_ids)
+    assert sealed.data_hash == batch.data_hash
+    assert plan.max_tokens == planner.max_tokens
+
+
 def test_planner_file_is_yaml_and_json(bundle):
     import yaml
 

@@ -77,7 +77,7 @@ def test_every_packing_move_equals_reevaluation(drawn):
 @given(problems())
 @settings(max_examples=15, deadline=None)
 def test_equal_count_mode_never_changes_a_slots_count(drawn):
-    problem, _, rows, _, costs, state = start(drawn)
+    problem, _, _, _, costs, state = start(drawn)
     slots = problem.num_slots
     before = np.bincount(state.cell_of % slots, minlength=slots)
     best_cell_of, best = state.cell_of.copy(), np.array([objective(costs, state)])
