@@ -29,7 +29,7 @@ from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem
 from search.random_bits import seed_state
 from search.seeds import equalised, pack_balanced, pack_staircase
-from search.stop import MaxIterations, StopCriterion
+from search.stop import StopCriterion, with_budget
 
 SEEDS = (pack_balanced, pack_staircase)
 START_SPREAD = 10.0
@@ -77,9 +77,10 @@ def plan_step(
         If a stated policy is violated (see :func:`search.problem.build_problem`) or no capped packing is found.
     """
     params, observer = params or PlannerParams(), observer or Observer()
-    stop = stop or MaxIterations(params.max_iterations)
+    stop = with_budget(stop, params.max_iterations)
     stop.reset()
     problem = build_problem(batch, tables, spec, topology, max_tokens, params)
+    bound_ns = lower_bound_ns(problem)
     home = None if previous is None else residence_of(previous, problem, spec, params)
     with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as pool:
         if start is not None:
@@ -88,13 +89,13 @@ def plan_step(
             start_LE = first_ranks(problem, params.ranks_per_node) if home is None else home.rank_LE
         packings = _seed_packings(problem, start_LE, params, seed, pool)
         observer.start("plan", params.starts)
-        chain = _Chain(problem, start_LE, home, params, stop)
+        chain = _Chain(problem, start_LE, home, params, stop, bound_ns)
         solutions = list(pool.map(lambda k: chain.solve(packings[k % len(packings)], seed, k), range(params.starts)))
         observer.finish("plan")
     best = min(solutions, key=lambda s: s.objective)
     old_LE = None if previous is None else previous.placement_LE
     plan = _as_plan(
-        problem, batch, best.cell_of, placement_of_ranks(best.rank_LE, problem.num_ranks, old_LE), best.num_rows,
+        problem, batch, best.cell_of, placement_of_ranks(best.rank_LE, problem.num_ranks, old_LE), best.num_rows, bound_ns,
         {"planner": "routepack-tune", "seed": seed, "params": asdict(params), "stopped_by": stop.name},
     )  # fmt: skip
     if old_LE is not None:
@@ -154,7 +155,7 @@ def _seed_packings(
         chains = [PackChain(problem, costs, cell_of, rows, seed_state(seed, rows)) for cell_of in packings]
         budget = PROBE_LEGS * LEG_PROPOSALS
         for chain in chains:
-            chain.run(params, params.cold_temperature, 1.0, lambda proposals: proposals / budget)
+            chain.run(params, params.cold_temperature, 1.0, lambda proposals, *_: proposals / budget)
         best = min(chains, key=lambda chain: int(chain.best[0]), default=None)
         return None if best is None else (int(best.best[0]), rows, best.best_cell_of)
 
@@ -181,6 +182,7 @@ class _Chain:
     home: Residence | None
     params: PlannerParams
     stop: StopCriterion
+    bound_ns: int
 
     def solve(self, packing: tuple[int, np.ndarray], seed: int, number: int) -> _Solution:
         """Alternate placement and packing until the budget is spent; return the best pair seen."""
@@ -196,8 +198,9 @@ class _Chain:
             # Under a wall-clock budget the last placement must fit in too; under iterations it takes no share.
             end = max(0.0, 1.0 - (self.stop.progress(0) - began))
             chain = PackChain(
-                self.problem, pack_costs(self.problem, rank_LE), cell_of, num_rows, seed_state(seed, number, 1)
-            )
+                self.problem, pack_costs(self.problem, rank_LE), cell_of, num_rows, seed_state(seed, number, 1),
+                self.bound_ns,
+            )  # fmt: skip
             hot = params.hot_temperature * START_SPREAD**number
             for turn in range(params.alternations):
                 last = turn == params.alternations - 1
@@ -225,7 +228,13 @@ class _Chain:
 
 
 def _as_plan(
-    problem: Problem, batch: StepBatch, cell_of: np.ndarray, placement_LE: np.ndarray, num_rows: int, provenance: dict
+    problem: Problem,
+    batch: StepBatch,
+    cell_of: np.ndarray,
+    placement_LE: np.ndarray,
+    num_rows: int,
+    bound_ns: int,
+    provenance: dict,
 ) -> Plan:
     """Price, count and certify a packing (cell = row * D + slot) and placement."""
     row_N, slot_N = cell_of // problem.num_slots, cell_of % problem.num_slots
@@ -242,7 +251,7 @@ def _as_plan(
         row_N=row_N, slot_N=slot_N, placement_LE=placement_LE, num_rows=num_rows, topology=problem.topology,
         max_tokens=problem.max_tokens, sample_ids=tuple(str(s) for s in batch.sample_ids),
         total_tokens=int(problem.lengths.sum()), predicted=priced.step_time(), default=default_time(problem),
-        lower_bound_s=lower_bound_ns(problem) * 1e-9 / tables.pipeline_stages,
+        lower_bound_s=bound_ns * 1e-9 / tables.pipeline_stages,
         counters=counters, notes=tables.notes,
         provenance={"batch_hash": batch.data_hash, "tables_hash": tables.tables_hash, **provenance},
     )  # fmt: skip

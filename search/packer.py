@@ -6,6 +6,7 @@ with ``unit = row * B + block``, which equals ``row * D + slot``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -70,10 +71,19 @@ def pack_state(problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows
 class PackChain:
     """Anneal one packing; ``best_cell_of`` is always the best packing seen and always feasible."""
 
-    def __init__(self, problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows: int, rng: np.ndarray) -> None:
-        self.problem, self.num_rows, self.rng = problem, num_rows, rng
+    def __init__(
+        self,
+        problem: Problem,
+        costs: PackCosts,
+        cell_of: np.ndarray,
+        num_rows: int,
+        rng: np.ndarray,
+        bound_ns: int = 0,
+    ) -> None:
+        self.problem, self.num_rows, self.rng, self.bound_ns = problem, num_rows, rng, bound_ns
         self.best_cell_of = cell_of.astype(np.int64)
         self.proposals = 0
+        self.idle = 0
         self.priced = 0
         self.load(costs)
 
@@ -92,6 +102,13 @@ class PackChain:
         self.load(old)
         return False
 
+    @property
+    def gap(self) -> float:
+        """Best time above the lower bound as a share of it, blocks averaged; infinite without a bound."""
+        if self.bound_ns == 0:
+            return math.inf
+        return float(self.best[0]) / (2 * len(self.state.block_ns) * self.bound_ns) - 1.0
+
     def restart(self) -> None:
         """Go back to the best packing seen."""
         self.state.cell_of[:] = self.best_cell_of
@@ -102,7 +119,7 @@ class PackChain:
         params: PlannerParams,
         hot: float,
         until: float,
-        progress: Callable[[int], float],
+        progress: Callable[..., float],
         leg: int = LEG_PROPOSALS,
     ) -> None:
         """Anneal from ``hot`` to the cold temperature (shares of a unit's mean time) until ``progress`` says
@@ -111,12 +128,14 @@ class PackChain:
         shares = (params.relocate_share, params.similar_share, params.two_share, params.cell_share)
         same_slot = self.problem.num_slots if self.problem.equal_samples else 0
         limits = np.array([self.problem.max_tokens, *(round(1024 * s) for s in shares), same_slot], np.int64)
-        begin = progress(self.proposals)
+        begin = progress(self.proposals, self.idle, self.gap)
         cold = min(hot, params.cold_temperature) or 1e-12
-        while (now := progress(self.proposals)) < until:
+        while (now := progress(self.proposals, self.idle, self.gap)) < until:
+            before = int(self.best[0])
             share = (now - begin) / (until - begin)
             temperature = int(mean_ns * 2 * hot * (cold / hot) ** share) if hot > 0 else 0
             priced, _ = anneal(self.costs, self.state, self.best_cell_of, self.rng, temperature, leg, limits, self.best)
             self.proposals += leg
+            self.idle = 0 if self.best[0] < before else self.idle + leg
             self.priced += priced
         self.restart()

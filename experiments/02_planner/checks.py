@@ -138,10 +138,10 @@ def _speed(regime: Regime) -> dict[str, float]:
     params, found = PlannerParams(), {}
     for name, hot in (("whole schedule", params.hot_temperature), ("cold", params.cold_temperature)):
         chain = PackChain(problem, costs, cell_of, rows, seed_state(1))
-        chain.run(params, hot, 1.0, lambda proposals: proposals / 10_000)
+        chain.run(params, hot, 1.0, lambda proposals, *_: proposals / 10_000)
         chain = PackChain(problem, costs, chain.best_cell_of, rows, seed_state(2))
         start = time.process_time()
-        chain.run(params, hot, 1.0, lambda proposals: proposals / SPEED_PROPOSALS)
+        chain.run(params, hot, 1.0, lambda proposals, *_: proposals / SPEED_PROPOSALS)
         spent = time.process_time() - start
         found |= {f"{name}: proposals per s": chain.proposals / spent, f"{name}: priced per s": chain.priced / spent}
     return found

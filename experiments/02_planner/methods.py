@@ -20,13 +20,15 @@ from search.baselines import PACKINGS, PLACEMENTS, SEARCH_BASELINES, price_packi
 from search.published import largest_cell_tokens
 
 OURS = "RoutePack-Tune"
-OUR_BUDGETS_S = (0.5, 2.0, 5.0, 20.0)
+OUR_BUDGETS_S = (0.5, 2.0)
+LONG_BUDGETS_S = (5.0, 20.0)
+LONG_INSTANCES = 3
 CURVE_BUDGETS_S = (1.0, 10.0)
 """Further points of the picture of step time against planning time."""
 SEARCH_BUDGETS_S = (10.0,)
 """What published searches get in the table; on the first instances also the next ones."""
 SEARCH_CURVE_S = (1.0, 2.0, 5.0, 20.0)
-CURVE_INSTANCES = 3
+CURVE_INSTANCES = 1
 FIXED_EFFORT = ("ReLibra", "open-instruct")
 """Published searches that stop after their own number of proposals, whatever their budget."""
 
@@ -100,7 +102,8 @@ def all_methods(instance: int, *, quick: bool = False) -> list[Method]:
     """Return the methods to run on the batch of that number; the first ones get the budgets of the curves too."""
     curve = instance < CURVE_INSTANCES
     search_budgets = SEARCH_BUDGETS_S + (SEARCH_CURVE_S if curve else ())
-    our_budgets = OUR_BUDGETS_S + (CURVE_BUDGETS_S if curve else ())
+    long = LONG_BUDGETS_S if instance < LONG_INSTANCES else ()
+    our_budgets = OUR_BUDGETS_S + long + (CURVE_BUDGETS_S if curve else ())
     if quick:
         search_budgets, our_budgets = (2.0,), (0.5, 2.0)
     fixed = [name for name in SEARCH_BASELINES if any(part in name for part in FIXED_EFFORT)]
