@@ -95,7 +95,8 @@ def plan_step(
     best = min(solutions, key=lambda s: s.objective)
     old_LE = None if previous is None else previous.placement_LE
     plan = _as_plan(
-        problem, batch, best.cell_of, placement_of_ranks(best.rank_LE, problem.num_ranks, old_LE), best.num_rows, bound_ns,
+        problem, batch, best.cell_of, placement_of_ranks(best.rank_LE, problem.num_ranks, old_LE), best.num_rows,
+        bound_ns,
         {"planner": "routepack-tune", "seed": seed, "params": asdict(params), "stopped_by": stop.name},
     )  # fmt: skip
     if old_LE is not None:

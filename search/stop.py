@@ -17,8 +17,8 @@ class StopCriterion(Protocol):
     def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
         """Return the share of the budget spent; 1 or more means stop.
 
-        ``iterations`` counts a chain's packing proposals, ``idle`` those since its last improvement, ``gap`` is its best
-        time above the lower bound as a share of it (mean over blocks).
+        ``iterations`` counts a chain's packing proposals, ``idle`` those since its last improvement, ``gap`` is its
+        best time above the lower bound as a share of it (mean over blocks).
         """
 
     @property
@@ -100,7 +100,8 @@ class NoImprovement:
 
 @dataclass(slots=True)
 class GapBelow:
-    """Stop when the best packing is proven to be within a share of the optimum; a budget beside it drives the cooling."""
+    """Stop when the best packing is proven to be within a share of the optimum; a budget beside it drives the
+    cooling."""
 
     gap: float
 

@@ -12,6 +12,7 @@ Shape suffixes: N samples, L MoE layers, E experts.
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections.abc import Sequence
@@ -50,11 +51,11 @@ class _ProvisionalBudget:
         """Give up if the planner has closed."""
         self.progress(0)
 
-    def progress(self, iterations: int) -> float:
+    def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
         """Return the share of the iterations spent."""
         if self.closed.is_set():
             raise _Closed
-        return self.budget.progress(iterations)
+        return self.budget.progress(iterations, idle, gap)
 
 
 class StreamingPlanner:
