@@ -14,7 +14,7 @@ from search.joint import plan_step
 from search.params import TUNABLE, PlannerParams, Range
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem, check_lengths
-from search.stop import FirstOf, MaxIterations, MaxRuntime, StopCriterion
+from search.stop import FirstOf, GapBelow, MaxIterations, MaxRuntime, NoImprovement, StopCriterion
 from search.stream import StreamingPlanner
 from search.tuner import BatchScore, TrialObserver, TuneParams, TuneTask, run_study, score_batches
 
@@ -24,8 +24,10 @@ __all__ = [
     "DEFAULT_BASELINE",
     "Evaluation",
     "FirstOf",
+    "GapBelow",
     "MaxIterations",
     "MaxRuntime",
+    "NoImprovement",
     "Plan",
     "PlannerParams",
     "Problem",

@@ -1,0 +1,82 @@
+"""Field cases of packing and placement that are about what a plan promises."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from strategies import TOPOLOGIES, make_batch, make_spec, make_tables
+
+from profiler import RoutePackError, Topology
+from search import FirstOf, GapBelow, MaxIterations, MaxRuntime, NoImprovement, PlannerParams, check_plan, plan_step
+
+SMALL = PlannerParams(max_iterations=20_000, placement_swaps=500)
+
+
+def make_case(seed=0, topology=TOPOLOGIES[1], samples=40, skew=1.0):
+    rng = np.random.default_rng(seed)
+    spec = make_spec()
+    batch = make_batch(rng, spec, rng.integers(5, 30, samples), skew=skew)
+    return batch, make_tables(rng, spec, topology, 64), spec, topology, 64
+
+
+def test_packing_does_not_change_the_update():
+    """Loss tokens 1, 1, 1, 97: means of microbatches depend on the packing, sums over global denominators do not."""
+    loss, loss_tokens = np.array([3.0, 5.0, 7.0, 97 * 0.1]), np.array([1, 1, 1, 97])
+    spec, topology = make_spec(), Topology()
+    rng = np.random.default_rng(0)
+    batch = make_batch(rng, spec, loss_tokens)
+    tables = make_tables(rng, spec, topology, 120)
+    plan = plan_step(batch, tables, spec, topology, 120, replace(SMALL, extra_rows=1))
+    denominators = plan.to_dict()["denominators"]
+    assert denominators == {"num_samples": 4, "num_tokens": 100}
+    packings = [plan.micro_batches()[0], [[0, 1], [2, 3]], [[0, 1, 2], [3]]]
+    updates = [sum(loss[cell].sum() for cell in packing) / denominators["num_tokens"] for packing in packings]
+    assert updates == pytest.approx([loss.sum() / 100] * 3)
+    means = [np.mean([loss[cell].sum() / loss_tokens[cell].sum() for cell in packing]) for packing in packings[1:]]
+    assert abs(means[0] - means[1]) > 0.1  # what must not be done
+
+
+def test_a_map_that_holds_an_expert_twice_is_refused():
+    batch, *_ = case = make_case()
+    plan = plan_step(*case, SMALL)
+    twice = plan.placement_LE.copy()
+    twice[1, 3] = twice[1, 2]
+    with pytest.raises(RoutePackError, match="Placement of MoE layer 1 is not a bijection"):
+        check_plan(replace(plan, placement_LE=twice), batch.lengths, 8)
+
+
+def test_fewer_samples_than_slots_is_an_early_error():
+    batch, tables, spec, topology, cap = make_case(samples=3)
+    with pytest.raises(RoutePackError, match="3 samples cannot fill 4 DP slots"):
+        plan_step(batch, tables, spec, topology, cap, SMALL)
+
+
+def test_a_spent_budget_still_gives_a_feasible_plan_and_says_so():
+    batch, *_ = case = make_case(samples=200)
+    plan = plan_step(*case, replace(SMALL, placement_swaps=100_000), stop=MaxRuntime(1e-6))
+    check_plan(plan, batch.lengths, 8)
+    assert plan.provenance["stopped_by"] == "max_runtime"
+
+
+@pytest.mark.parametrize(
+    ("stop", "name"),
+    [
+        (NoImprovement(8192), "no_improvement|max_iterations"),
+        (GapBelow(10.0), "gap_below|max_iterations"),
+        (FirstOf((GapBelow(10.0), MaxIterations(4096))), "gap_below|max_iterations"),
+    ],
+)
+def test_stop_criteria_end_the_search_with_a_feasible_plan(stop, name):
+    batch, *_ = case = make_case()
+    plan = plan_step(*case, replace(SMALL, max_iterations=10**9), stop=stop)  # would run for hours without it
+    check_plan(plan, batch.lengths, 8)
+    assert plan.provenance["stopped_by"] == name
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: MaxIterations(0), lambda: MaxRuntime(0), lambda: MaxRuntime(float("nan")),
+             lambda: NoImprovement(0), lambda: GapBelow(float("nan"))]
+)  # fmt: skip
+def test_nonsense_budgets_are_refused(make):
+    with pytest.raises(ValueError, match="Expected"):
+        make()
