@@ -189,43 +189,40 @@ class _Chain:
         """Alternate placement and packing until the budget is spent; return the best pair seen."""
         num_rows, cell_of = packing
         params, rank_LE = self.params, self.start_LE
-        with ThreadPoolExecutor(1) as pool:
-            starts = [rank_LE]
-            if self.home is not None:
-                fresh_LE = first_ranks(self.problem, params.ranks_per_node)
-                starts.append(relabelled(fresh_LE, self.home.rank_LE, self.problem.num_ranks))
-            began = self.stop.progress(0)
-            rank_LE = self._place(num_rows, cell_of, starts, seed_state(seed, number, 0), pool)
-            # Under a wall-clock budget the last placement must fit in too; under iterations it takes no share.
-            end = max(0.0, 1.0 - (self.stop.progress(0) - began))
-            chain = PackChain(
-                self.problem, pack_costs(self.problem, rank_LE), cell_of, num_rows, seed_state(seed, number, 1),
-                self.bound_ns,
-            )  # fmt: skip
-            hot = params.hot_temperature * START_SPREAD**number
-            for turn in range(params.alternations):
-                last = turn == params.alternations - 1
-                share = params.first_share + (1 - params.first_share) * turn / max(1, params.alternations - 1)
-                chain.run(params, hot, end if last else share * end, self.stop.progress)
-                hot *= 0.1
-                if self.stop.progress(chain.proposals) > LATE:
-                    break
-                rng = seed_state(seed, number, 2 + turn)
-                placed_LE = self._place(num_rows, chain.best_cell_of, [rank_LE], rng, pool)
-                if chain.load_if_better(pack_costs(self.problem, placed_LE)):
-                    rank_LE = placed_LE
+        starts = [rank_LE]
+        if self.home is not None:
+            fresh_LE = first_ranks(self.problem, params.ranks_per_node)
+            starts.append(relabelled(fresh_LE, self.home.rank_LE, self.problem.num_ranks))
+        began = self.stop.progress(0)
+        rank_LE = self._place(num_rows, cell_of, starts, seed_state(seed, number, 0))
+        # Under a wall-clock budget the last placement must fit in too; under iterations it takes no share.
+        end = max(0.0, 1.0 - (self.stop.progress(0) - began))
+        chain = PackChain(
+            self.problem, pack_costs(self.problem, rank_LE), cell_of, num_rows, seed_state(seed, number, 1),
+            self.bound_ns,
+        )  # fmt: skip
+        hot = params.hot_temperature * START_SPREAD**number
+        for turn in range(params.alternations):
+            last = turn == params.alternations - 1
+            share = params.first_share + (1 - params.first_share) * turn / max(1, params.alternations - 1)
+            chain.run(params, hot, end if last else share * end, self.stop.progress)
+            hot *= 0.1
+            if self.stop.progress(chain.proposals) > LATE:
+                break
+            placed_LE = self._place(num_rows, chain.best_cell_of, [rank_LE], seed_state(seed, number, 2 + turn))
+            if chain.load_if_better(pack_costs(self.problem, placed_LE)):
+                rank_LE = placed_LE
         blocks = chain.state.block_ns
         price = 0 if self.home is None else self.home.price_ns(rank_LE)
         return _Solution((int(blocks.max()) + price, int(blocks.sum())), chain.best_cell_of, rank_LE, num_rows)
 
-    def _place(
-        self, num_rows: int, cell_of: np.ndarray, starts: list[np.ndarray], rng: np.ndarray, pool: ThreadPoolExecutor
-    ) -> np.ndarray:
+    def _place(self, num_rows: int, cell_of: np.ndarray, starts: list[np.ndarray], rng: np.ndarray) -> np.ndarray:
         problem, slots = self.problem, self.problem.num_slots
         tokens = np.bincount(cell_of, weights=problem.lengths, minlength=num_rows * slots).astype(np.int64)
         sent = problem.sent_rows(tokens).reshape(num_rows * problem.num_blocks, -1).max(axis=1)
         loads = LayerLoads(problem, cell_of // (slots // problem.num_blocks), sent)
-        return place_rows(loads, starts, self.home, self.params, int(rng[0] >> np.uint64(1)), pool)
+        seed = int(rng[0] >> np.uint64(1))
+        return place_rows(loads, starts, self.home, self.params, seed, lambda: self.stop.progress(0))
 
 
 def _as_plan(

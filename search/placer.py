@@ -5,8 +5,8 @@ Shape suffixes: U units (row x EP block), L MoE layers, E experts, P EP ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from search.params import PlannerParams
 from search.placement_kernels import improve_layer, layer_ns, layer_rank_rows, lpt_layer
 from search.problem import Problem
 from search.random_bits import seed_state
+
+PLACEMENT_SHARE = 0.15
+"""Most of a wall-clock budget that one placement pass may take."""
 
 
 class LayerLoads:
@@ -81,17 +84,24 @@ def place_rows(
     residence: Residence | None,
     params: PlannerParams,
     seed: int,
-    pool: ThreadPoolExecutor,
+    spent: Callable[[], float],
 ) -> np.ndarray:
     """Return the best rank of every expert, [L, E], from several starting placements [L, E].
 
-    Layers are independent, so the result does not depend on the number of threads.
+    Layers are independent. ``spent`` tells the share of the search's budget gone by: where the first layer shows that
+    all would take more than ``PLACEMENT_SHARE`` of it, the others propose fewer swaps. Iterations do not pass
+    meanwhile, so that under such a budget every layer gets them all.
     """
-    starts = list(starts)
+    starts, layers = list(starts), len(loads.counts_LEU)
 
-    def best_of(layer: int) -> np.ndarray:
+    def best_of(layer: int, params: PlannerParams) -> np.ndarray:
         home, move_ns = (None, 0) if residence is None else (residence.rank_LE[layer], residence.move_ns)
         results = [loads.improve(layer, ranks[layer], home, move_ns, params, seed) for ranks in starts]
         return min(results, key=lambda result: result[0])[1]
 
-    return np.stack(list(pool.map(best_of, range(len(loads.counts_LEU)))))
+    began = spent()
+    first = best_of(0, params)
+    whole = layers * (spent() - began)
+    if whole > PLACEMENT_SHARE:
+        params = replace(params, placement_swaps=int(params.placement_swaps * PLACEMENT_SHARE / whole))
+    return np.stack([first, *(best_of(layer, params) for layer in range(1, layers))])
