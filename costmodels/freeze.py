@@ -50,7 +50,15 @@ class Pricer:
         """Return every (window, MoE or dense, direction) of the model, in order of appearance."""
         kinds = list(zip(self.spec.windows, self.spec.moe_layers, strict=True))
         distinct = dict.fromkeys(kinds)
-        return [LayerClass(*kind, direction, kinds.count(kind)) for kind in distinct for direction in DIRECTIONS]
+        return [
+            LayerClass(*kind, direction, kinds.count(kind) * self.passes(direction))
+            for kind in distinct
+            for direction in DIRECTIONS
+        ]
+
+    def passes(self, direction: str) -> int:
+        """Return how often a layer runs in a direction per microbatch: forward twice where it is recomputed."""
+        return 2 if direction == "forward" and self.model.params.recompute_activations else 1
 
     def attention_shape(self, window: int) -> dict[str, int]:
         """Return the shape features of the attention core on one tensor-parallel rank."""
@@ -135,12 +143,12 @@ class Pricer:
         """Return forward + backward of one layer's experts on a rank; rows are of all blocks a slot spreads over."""
         local = -(-rows // self.topology.blocks_per_slot)
         floors = {direction: self._experts_floor_us(direction) for direction in DIRECTIONS}
-        total_us = np.full(rows.size, sum(floors.values()))
+        total_us = np.full(rows.size, sum(self.passes(direction) * floor for direction, floor in floors.items()))
         some = local > 0
         features = self.experts_features(local[some])
         for direction in DIRECTIONS:
             time_us, _ = self.model.predict_us("experts", direction, features)
-            total_us[some] += np.maximum(time_us - floors[direction], 0.0)
+            total_us[some] += self.passes(direction) * np.maximum(time_us - floors[direction], 0.0)
         return total_us * 1e3
 
     def _experts_floor_us(self, direction: str) -> float:
@@ -157,7 +165,7 @@ class Pricer:
         sent = rows / self.topology.blocks_per_slot * self.spec.hidden_size * 2.0
         features = {"bytes": np.maximum(sent, 1.0), "ranks": np.full(rows.size, ranks)}
         for direction in DIRECTIONS:
-            total_us += 2.0 * self.model.predict_us("alltoall", direction, features)[0]
+            total_us += 2.0 * self.passes(direction) * self.model.predict_us("alltoall", direction, features)[0]
         return total_us * 1e3
 
 
@@ -223,7 +231,14 @@ def _measured_rows_max(pricer: Pricer) -> int:
 
 def _notes(pricer: Pricer) -> list[str]:
     """Say in one sentence each what is assumed, extrapolated or not priced."""
-    return [*_backward_notes(pricer), *_shape_notes(pricer), *_size_notes(pricer), *_exchange_notes(pricer)]
+    recomputed = ["every layer's forward is priced twice: activations are recomputed"] * (pricer.passes("forward") - 1)
+    return [
+        *recomputed,
+        *_backward_notes(pricer),
+        *_shape_notes(pricer),
+        *_size_notes(pricer),
+        *_exchange_notes(pricer),
+    ]
 
 
 def _backward_notes(pricer: Pricer) -> list[str]:

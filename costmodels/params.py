@@ -17,6 +17,8 @@ class FitParams:
     """Backward over forward time of the attention core, used only where backward was not measured."""
     gemm_backward_factor: float = 2.0
     """The same for dense and expert GEMMs: two products of the forward's size."""
+    recompute_activations: bool = False
+    """Price every layer's forward a second time, in the backward pass (full activation recomputation)."""
     num_trees: int = 300
     num_leaves: int = 31
     learning_rate: float = 0.1

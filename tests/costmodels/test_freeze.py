@@ -1,5 +1,7 @@
 """Frozen tables: exact integer look-ups, whole domain, never falling, true to the model."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -176,3 +178,19 @@ def test_skewed_counts_are_as_skewed_as_stated():
     counts = skewed_counts(np.array([10**7]), 64)[0]
     assert np.log(counts).std() == pytest.approx(0.5, rel=0.05)
     assert counts[0] == counts.max()
+
+
+def test_recomputation_prices_the_forward_twice(fitted):
+    again = replace(fitted, params=replace(fitted.params, recompute_activations=True), tables=None)
+    once = fitted.freeze(fitted.spec, fitted.topology, 5000)
+    twice = again.freeze(fitted.spec, fitted.topology, 5000)
+    forward = np.array([name.endswith("/forward") for name in once.class_names])
+    assert (twice.class_layers == once.class_layers * (1 + forward)).all()
+    rows = np.array([1000])
+    pricers = [Pricer(model, fitted.spec, fitted.topology, 5000) for model in (fitted, again)]
+    experts = [float(pricer.expert_rank_ns(rows)[0]) for pricer in pricers]
+    alone = fitted.predict_us("experts", "forward", pricers[0].experts_features(rows))[0][0] * 1e3
+    assert experts[1] - experts[0] == pytest.approx(alone)
+    assert pricers[1].exchange_ns(rows) == pytest.approx(1.5 * pricers[0].exchange_ns(rows))
+    assert any("priced twice" in note for note in twice.notes)
+    assert not any("priced twice" in note for note in once.notes)
