@@ -19,6 +19,8 @@ from search.problem import Problem
 
 LEG_PROPOSALS = 4096
 """Proposals at one temperature between two looks at the budget."""
+AMPLE = 600
+"""Proposals a sample from which on a chain starts as hot as it is told; with fewer it could not cool what it stirs."""
 
 
 def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
@@ -125,14 +127,21 @@ class PackChain:
         """Anneal from ``hot`` to the cold temperature (shares of a unit's mean time) until ``progress`` says
         ``until``."""
         mean_ns = int(self.state.unit_ns.sum()) // len(self.state.unit_ns) * (1 + (self.problem.num_blocks > 1))
-        shares = (params.relocate_share, params.similar_share, params.two_share, params.cell_share)
+        shares = (
+            params.relocate_share, params.similar_share, params.within_share, params.two_share, params.cell_share,
+        )  # fmt: skip
         same_slot = self.problem.num_slots if self.problem.equal_samples else 0
         limits = np.array([self.problem.max_tokens, *(round(1024 * s) for s in shares), same_slot], np.int64)
         begin = progress(self.proposals, self.idle, self.gap)
         cold = min(hot, params.cold_temperature) or 1e-12
+        legs = 0
         while (now := progress(self.proposals, self.idle, self.gap)) < until:
             before = int(self.best[0])
-            share = (now - begin) / (until - begin)
+            if legs == 1 and now > begin:  # the first leg, cold, shows how many proposals the budget holds
+                planned = leg * (until - begin) / (now - begin)
+                hot = max(cold, hot * min(1.0, planned / (AMPLE * self.problem.num_samples)) ** 2)
+            legs += 1
+            share = (now - begin) / (until - begin) if legs > 1 else 1.0
             temperature = int(mean_ns * 2 * hot * (cold / hot) ** share) if hot > 0 else 0
             priced, _ = anneal(self.costs, self.state, self.best_cell_of, self.rng, temperature, leg, limits, self.best)
             self.proposals += leg

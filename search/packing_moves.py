@@ -12,9 +12,9 @@ from numba import njit
 from search.packing_kernels import S_GROUP_CELLS, Move, move_apply, move_delta_ns, objective
 from search.random_bits import random_below, random_threshold
 
-RELOCATE, SIMILAR, TWO, CELLS = range(1, 5)
+RELOCATE, SIMILAR, WITHIN, TWO, CELLS = range(1, 6)
 """Places of the shares of moves in ``limits`` (in 1/1024, the rest swaps any two samples); place 0 is the cap."""
-SAME_SLOT = 5
+SAME_SLOT = 6
 """Place in ``limits`` of D where samples must stay on their DP slot unless swapped one for one, else 0."""
 
 
@@ -59,6 +59,29 @@ def propose(lengths, by_length, length_rank, cell_of, cell_tokens, cell_count, l
     if target == source:
         i = np.int64(-1)
     return i, j, target
+
+
+@njit(cache=True, nogil=True)
+def propose_within(costs, state, move, limits, rng):
+    """Draw a swap or relocation between two cells of one group: ranks' loads stay, so that only attention is priced."""
+    i = random_below(rng, costs.lengths.size)
+    source = state.cell_of[i]
+    target = source - source % costs.scalars[S_GROUP_CELLS] + random_below(rng, costs.scalars[S_GROUP_CELLS])
+    move.cells[0] = -1
+    j = state.members[target, random_below(rng, state.cell_count[target])]
+    if limits[SAME_SLOT] == 0 and state.cell_count[source] > 1 and random_below(rng, 4) == 0:
+        j = np.int64(-1)
+    gained = -costs.lengths[i] + (costs.lengths[j] if j >= 0 else 0)
+    if (
+        target == source
+        or state.cell_tokens[source] + gained > limits[0]
+        or state.cell_tokens[target] - gained > limits[0]
+    ):
+        return
+    move.cells[0], move.cells[1], move.tokens[0] = source, target, gained
+    move.samples[0], move.samples[1], move.samples[2], move.samples[3] = i, -1, j, -1
+    for c in range(move.core.size):
+        move.core[c] = -costs.sequence_ns[i, c] + (costs.sequence_ns[j, c] if j >= 0 else 0)
 
 
 @njit(cache=True, nogil=True)
@@ -150,7 +173,7 @@ def fill_exchange(costs, move, source, i, j, target):
 def anneal(costs, state, best_cell_of, rng, temperature_ns, proposals, limits, best):
     """Make ``proposals`` draws at one temperature; keep the best packing seen in ``best_cell_of`` and ``best`` [1].
 
-    ``limits`` [6] holds the cap, the shares of moves and the equal-count mode (see RELOCATE, SAME_SLOT). Returns (moves
+    ``limits`` [7] holds the cap, the shares of moves and the equal-count mode (see RELOCATE, SAME_SLOT). Returns (moves
     priced, moves made).
     """
     current = objective(costs, state)
@@ -159,10 +182,13 @@ def anneal(costs, state, best_cell_of, rng, temperature_ns, proposals, limits, b
     cell_of, cell_tokens, cell_count = state.cell_of, state.cell_tokens, state.cell_count
     priced = 0
     made = 0
-    rare = limits[TWO] + limits[CELLS]
+    special = limits[WITHIN] + limits[TWO] + limits[CELLS]
     for _ in range(proposals):
-        if rare > 0 and random_below(rng, 1024) < rare:
-            if random_below(rng, rare) < limits[TWO]:
+        kind = random_below(rng, 1024)
+        if kind < special:
+            if kind < limits[WITHIN]:
+                propose_within(costs, state, move, limits, rng)
+            elif kind < limits[WITHIN] + limits[TWO]:
                 propose_two(costs, state, move, limits, rng)
             else:
                 propose_cells(costs, state, move, limits, rng)

@@ -27,8 +27,10 @@ class PlannerParams:
     """Share of proposals that move one sample instead of swapping two."""
     similar_share: float = 0.5
     """Share of proposals that swap samples of similar length."""
+    within_share: float = 0.3
+    """Share of proposals between cells of one row and block, which are cheap; drawn before the others."""
     two_share: float = 0.02
-    """Share of proposals that exchange one sample for two, drawn before the others."""
+    """Share of proposals that exchange one sample for two, likewise."""
     cell_share: float = 0.01
     """Share of proposals that swap whole cells between rows or blocks, likewise."""
     placement_swaps: int = 30_000
@@ -60,9 +62,14 @@ class PlannerParams:
         for name, least in at_least.items():
             if not least <= getattr(self, name) < float("inf"):
                 raise ValueError(f"Expected {name} >= {least} and finite, got {getattr(self, name)}.")
-        for name in ("relocate_share", "similar_share", "two_share", "cell_share", "first_share"):
+        for name in ("relocate_share", "similar_share", "within_share", "two_share", "cell_share", "first_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"Expected {name} between 0 and 1, got {getattr(self, name)}.")
+        if not self.within_share + self.two_share + self.cell_share <= 1:
+            raise ValueError(
+                "Expected within_share + two_share + cell_share <= 1, got "
+                f"{self.within_share} + {self.two_share} + {self.cell_share}."
+            )
         if not self.relocate_share + self.similar_share <= 1:
             raise ValueError(
                 f"Expected relocate_share + similar_share <= 1, got {self.relocate_share} + {self.similar_share}."
@@ -90,9 +97,10 @@ TUNABLE: dict[str, Range] = {
     "cold_temperature": Range(1e-6, 1e-4, log=True),
     "relocate_share": Range(0.02, 0.4),
     "similar_share": Range(0.1, 0.6),
+    "within_share": Range(0.0, 0.7),
     "two_share": Range(0.0, 0.2),
     "cell_share": Range(0.0, 0.05),
-    "placement_swaps": Range(1_000, 200_000, log=True, integer=True),
+    "placement_swaps": Range(1_000, 100_000, log=True, integer=True),
     "placement_temperature": Range(1e-5, 1e-1, log=True),
     "stickiness": Range(0.25, 10.0, log=True),
 }

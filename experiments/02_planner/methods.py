@@ -22,7 +22,7 @@ from search.published import largest_cell_tokens
 OURS = "RoutePack-Tune"
 OUR_BUDGETS_S = (0.5, 2.0)
 LONG_BUDGETS_S = (5.0, 20.0)
-LONG_INSTANCES = 3
+LONG_INSTANCES = 2
 CURVE_BUDGETS_S = (1.0, 10.0)
 """Further points of the picture of step time against planning time."""
 SEARCH_BUDGETS_S = (10.0,)

@@ -10,7 +10,7 @@ from search.load_kernels import sample_rank_rows
 from search.movement import placement_of_ranks, ranks_of_slots
 from search.packer import pack_costs, pack_state
 from search.packing_kernels import fill_state, move_apply, move_delta_ns, objective
-from search.packing_moves import anneal, fill_exchange, new_move, propose, propose_cells, propose_two
+from search.packing_moves import anneal, fill_exchange, new_move, propose, propose_cells, propose_two, propose_within
 from search.placement_kernels import (
     _hottest,
     improve_layer,
@@ -39,7 +39,9 @@ def start(drawn):
 
 
 def draw(costs, state, move, rng, limits, kind):
-    if kind == "two":
+    if kind == "within":
+        propose_within(costs, state, move, limits, rng)
+    elif kind == "two":
         propose_two(costs, state, move, limits, rng)
     elif kind == "cells":
         propose_cells(costs, state, move, limits, rng)
@@ -57,11 +59,11 @@ def draw(costs, state, move, rng, limits, kind):
 def test_every_packing_move_equals_reevaluation(drawn):
     problem, rng, rows, placement, costs, state = start(drawn)
     state_rng, move = seed_state(int(rng.integers(1 << 30))), new_move(costs)
-    limits = np.array([problem.max_tokens, 300, 300, 0, 0, 0])
-    for turn in range(45):
+    limits = np.array([problem.max_tokens, 300, 300, 0, 0, 0, 0])
+    for turn in range(48):
         before = objective_of(problem, state.cell_of, placement, rows)
         assert before == objective(costs, state)
-        if not draw(costs, state, move, state_rng, limits, ("one", "two", "cells")[turn % 3]):
+        if not draw(costs, state, move, state_rng, limits, ("one", "two", "cells", "within")[turn % 4]):
             continue
         delta = move_delta_ns(costs, state, move)
         move_apply(costs, state, move)
@@ -81,7 +83,7 @@ def test_equal_count_mode_never_changes_a_slots_count(drawn):
     slots = problem.num_slots
     before = np.bincount(state.cell_of % slots, minlength=slots)
     best_cell_of, best = state.cell_of.copy(), np.array([objective(costs, state)])
-    limits = np.array([problem.max_tokens, 300, 300, 100, 100, slots])
+    limits = np.array([problem.max_tokens, 300, 300, 100, 100, 100, slots])
     anneal(costs, state, best_cell_of, seed_state(3), 10**6, 500, limits, best)
     assert (np.bincount(state.cell_of % slots, minlength=slots) == before).all()
 
@@ -93,7 +95,7 @@ def test_annealing_keeps_cap_and_cells_and_reports_its_best(drawn):
     cap = int(state.cell_tokens.max())
     best_cell_of, best = state.cell_of.copy(), np.array([objective(costs, state)])
     first = int(best[0])
-    anneal(costs, state, best_cell_of, seed_state(1), 2000, 500, np.array([cap, 300, 300, 50, 50, 0]), best)
+    anneal(costs, state, best_cell_of, seed_state(1), 2000, 500, np.array([cap, 300, 300, 50, 50, 50, 0]), best)
     assert best[0] <= first
     assert best[0] == objective_of(problem, best_cell_of, placement, rows)
     for cell_of in (best_cell_of, state.cell_of):
