@@ -191,6 +191,8 @@ class _Chain:
         params, rank_LE = self.params, self.start_LE
         starts = [rank_LE]
         if self.home is not None:
+            if self.start_LE is not self.home.rank_LE:
+                starts.append(self.home.rank_LE)
             fresh_LE = first_ranks(self.problem, params.ranks_per_node)
             starts.append(relabelled(fresh_LE, self.home.rank_LE, self.problem.num_ranks))
         began = self.stop.progress(0)
@@ -213,8 +215,9 @@ class _Chain:
             if chain.load_if_better(pack_costs(self.problem, placed_LE)):
                 rank_LE = placed_LE
         blocks = chain.state.block_ns
-        price = 0 if self.home is None else self.home.price_ns(rank_LE)
-        return _Solution((int(blocks.max()) + price, int(blocks.sum())), chain.best_cell_of, rank_LE, num_rows)
+        # Layers were priced as sums over blocks; the step waits for one.
+        price_ns = 0 if self.home is None else self.home.price_ns(rank_LE) // self.problem.num_blocks
+        return _Solution((int(blocks.max()) + price_ns, int(blocks.sum())), chain.best_cell_of, rank_LE, num_rows)
 
     def _place(self, num_rows: int, cell_of: np.ndarray, starts: list[np.ndarray], rng: np.ndarray) -> np.ndarray:
         problem, slots = self.problem, self.problem.num_slots

@@ -32,7 +32,7 @@ class Residence:
     """Price of one expert away from home, in the objective's nanoseconds a step."""
 
     def price_ns(self, rank_LE: np.ndarray) -> int:
-        """Return the price of a placement's moves."""
+        """Return the price of a placement's moves, summed over EP blocks."""
         return self.move_ns * int((rank_LE != self.rank_LE).sum())
 
 

@@ -62,6 +62,20 @@ def test_a_higher_price_moves_fewer_experts():
     assert bytes_moved[0] > bytes_moved[-1] == 0
 
 
+def test_two_blocks_and_a_warm_start_keep_experts_home_when_moving_is_dear():
+    topology, spec = TOPOLOGIES[1], make_spec()
+    tables = make_tables(np.random.default_rng(1), spec, topology, 64)
+    first, second = (make_batch(np.random.default_rng(k), spec, [20] * 40, skew=2.0) for k in (0, 5))
+    before = plan_step(first, tables, spec, topology, 64, PARAMS)
+    elsewhere = ranks_of_slots(np.flip(before.placement_LE, axis=1), 2)  # a start away from home
+    moved = [
+        plan_step(second, tables, spec, topology, 64, replace(PARAMS, stickiness=stickiness, link_gbytes_per_s=5e-3),
+                  previous=before, start=elsewhere).moves.moved_bytes
+        for stickiness in (0.0, 1e6)
+    ]  # fmt: skip
+    assert moved[0] > moved[1] == 0
+
+
 def test_alternating_loads_do_not_flap():
     """Ten steps between loads A and B whose difference does not pay for moving there and back."""
     a, b = make_case(0), make_case(3)
