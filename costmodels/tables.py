@@ -29,8 +29,9 @@ TABLES_SCHEMA_VERSION = 1
 def lookup_ns(table, shift, x):
     """Return the time at ``x`` of a table with nodes every ``1 << shift``, integer nanoseconds."""
     node = x >> shift
-    low = table[node]
-    return low + (((table[node + 1] - low) * (x - (node << shift))) >> shift)
+    place = np.uint64(node)  # unsigned: no negative index to provide for, so that loops of look-ups become vectors
+    low = table[place]
+    return low + (((table[place + np.uint64(1)] - low) * (x - (node << shift))) >> shift)
 
 
 def lookup_many_ns(table: np.ndarray, shift: int, x: np.ndarray) -> np.ndarray:

@@ -22,11 +22,14 @@ def unit_expert_rows(counts, unit_of, num_units):
 
 
 @njit(cache=True, nogil=True)
-def sample_rank_rows(counts, rank_of, num_ranks):
-    """Return the rows of every sample on every EP rank, [N, P, L] int32, given the rank of each expert, [L, E]."""
-    rows = np.zeros((counts.shape[0], num_ranks, counts.shape[1]), np.int32)
-    for i in range(counts.shape[0]):
+def sample_rank_rows(counts, order, rank_of, num_ranks):
+    """Return the rows on every EP rank of the samples in ``order``, given the rank of each expert, [L, E].
+
+    [N + 1, P, L] int32: the last is no sample, all zeros.
+    """
+    rows = np.zeros((order.size + 1, num_ranks, counts.shape[1]), np.int32)
+    for k in range(order.size):
         for m in range(counts.shape[1]):
             for e in range(counts.shape[2]):
-                rows[i, rank_of[m, e], m] += counts[i, m, e]
+                rows[k, rank_of[m, e], m] += counts[order[k], m, e]
     return rows

@@ -26,19 +26,15 @@ AMPLE = 600
 def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
     """Return the kernels' constants for a placement (rank of each expert, [L, E])."""
     topology, tables = problem.topology, problem.tables
-    by_length = np.argsort(problem.lengths, kind="stable")
-    length_rank = np.empty_like(by_length)
-    length_rank[by_length] = np.arange(by_length.size)
+    order = np.argsort(problem.lengths, kind="stable")
     return PackCosts(
-        lengths=problem.lengths,
-        loads=sample_rank_rows(problem.counts, rank_LE, problem.num_ranks),
-        sequence_ns=problem.sequence_ns,
+        order=order,
+        lengths=problem.lengths[order],
+        loads=_narrow(sample_rank_rows(problem.counts, order, rank_LE, problem.num_ranks)),
+        sequence_ns=np.append(problem.sequence_ns[order], np.zeros((1, problem.sequence_ns.shape[1]), np.int64), axis=0),
         cell_ns=problem.cell_ns,
-        expert_ns=problem.expert_ns,
         exchange_ns=problem.exchange_ns,
-        both_ns=problem.expert_ns + problem.exchange_ns,
-        by_length=by_length,
-        length_rank=length_rank,
+        layer_ns=np.concatenate([problem.expert_ns + problem.exchange_ns, problem.expert_ns]),
         scalars=np.array(
             [tables.tokens_shift, tables.rows_shift, problem.top_k * topology.blocks_per_slot,
              topology.ranks_per_slot, topology.slots_per_block, problem.blocks_per_unit,
@@ -47,13 +43,17 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
     )  # fmt: skip
 
 
+def _narrow(loads: np.ndarray) -> np.ndarray:
+    return loads.astype(np.uint16) if loads.max(initial=0) < 1 << 16 else loads
+
+
 def pack_state(problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows: int) -> PackState:
     """Return the state of a packing given by the cell of each sample, [N]."""
     cells, groups = num_rows * problem.num_slots, num_rows * problem.num_blocks
     units = groups // problem.blocks_per_unit
     per_cell = min(problem.num_samples, problem.max_tokens // max(1, int(problem.lengths.min())))
     state = PackState(
-        cell_of=cell_of.astype(np.int64),
+        cell_of=cell_of[costs.order].astype(np.int64),
         members=np.zeros((cells, per_cell + 1), np.int64),
         place_of=np.zeros(problem.num_samples, np.int64),
         cell_count=np.zeros(cells, np.int64),
@@ -62,6 +62,7 @@ def pack_state(problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows
         cell_ns=np.zeros((problem.sequence_ns.shape[1], cells), np.int64),
         group_rows=np.zeros((groups, problem.num_ranks, problem.num_layers), np.int32),
         group_peak=np.zeros((groups, problem.num_layers), np.int32),
+        group_hot=np.zeros((groups, problem.num_layers), np.int32),
         unit_ns=np.zeros(units, np.int64),
         unit_experts=np.zeros((units, 3), np.int64),
         block_ns=np.zeros(problem.num_blocks // problem.blocks_per_unit, np.int64),
@@ -83,7 +84,7 @@ class PackChain:
         bound_ns: int = 0,
     ) -> None:
         self.problem, self.num_rows, self.rng, self.bound_ns = problem, num_rows, rng, bound_ns
-        self.best_cell_of = cell_of.astype(np.int64)
+        self.best_cell_of = cell_of
         self.proposals = 0
         self.idle = 0
         self.priced = 0
@@ -93,6 +94,7 @@ class PackChain:
         """Take another placement's costs and start again from the best packing."""
         self.costs = costs
         self.state = pack_state(self.problem, costs, self.best_cell_of, self.num_rows)
+        self._best_cells = self.state.cell_of.copy()
         self.best = np.array([objective(costs, self.state)], np.int64)
 
     def load_if_better(self, costs: PackCosts) -> bool:
@@ -113,7 +115,7 @@ class PackChain:
 
     def restart(self) -> None:
         """Go back to the best packing seen."""
-        self.state.cell_of[:] = self.best_cell_of
+        self.state.cell_of[:] = self._best_cells
         fill_state(self.costs, self.state)
 
     def run(
@@ -143,8 +145,10 @@ class PackChain:
             legs += 1
             share = (now - begin) / (until - begin) if legs > 1 else 1.0
             temperature = int(mean_ns * 2 * hot * (cold / hot) ** share) if hot > 0 else 0
-            priced, _ = anneal(self.costs, self.state, self.best_cell_of, self.rng, temperature, leg, limits, self.best)
+            priced, _ = anneal(self.costs, self.state, self._best_cells, self.rng, temperature, leg, limits, self.best)
             self.proposals += leg
             self.idle = 0 if self.best[0] < before else self.idle + leg
             self.priced += priced
+        self.best_cell_of = np.empty_like(self._best_cells)
+        self.best_cell_of[self.costs.order] = self._best_cells
         self.restart()

@@ -32,15 +32,13 @@ from costmodels import lookup_ns
 class PackCosts(NamedTuple):
     """Hold what does not change while packing: samples, their loads under the placement, and tables."""
 
-    lengths: np.ndarray  # [N] int64
-    loads: np.ndarray  # [N, P, L] int32, routed rows of each sample on each EP rank
-    sequence_ns: np.ndarray  # [N, C] int64
+    order: np.ndarray  # [N] int64, the problem's samples from short to long: a sample's number here is its place
+    lengths: np.ndarray  # [N] int64, ascending
+    loads: np.ndarray  # [N + 1, P, L] uint16 or int32, routed rows of each sample on each EP rank; zeros last: sample -1 is none
+    sequence_ns: np.ndarray  # [N + 1, C] int64, likewise
     cell_ns: np.ndarray  # [C, K] int64
-    expert_ns: np.ndarray  # [K] int64
-    exchange_ns: np.ndarray  # [K] int64
-    both_ns: np.ndarray  # [K] int64, expert_ns + exchange_ns
-    by_length: np.ndarray  # [N] int64, sample ids from short to long
-    length_rank: np.ndarray  # [N] int64, inverse of by_length
+    exchange_ns: np.ndarray  # [K] int64, dispatch and combine of one MoE layer
+    layer_ns: np.ndarray  # [2 K] int64, experts and exchange, then experts alone
     scalars: np.ndarray  # [8] int64: see S_* below
 
 
@@ -59,6 +57,7 @@ class PackState(NamedTuple):
     cell_ns: np.ndarray  # [C, D] int64, attention of each cell: core and dense work
     group_rows: np.ndarray  # [G, P, L] int32
     group_peak: np.ndarray  # [G, L] int32, rows of the hottest rank
+    group_hot: np.ndarray  # [G, L] int32, the hottest rank
     unit_ns: np.ndarray  # [U] int64
     unit_experts: np.ndarray  # [U, 3] int64: experts' time, rows sent, rows of the least hot layer's slowest rank
     block_ns: np.ndarray  # [B] int64
@@ -82,16 +81,26 @@ def sent_rows(costs, tokens):
 
 
 @njit(cache=True, nogil=True, inline="always")
+def _layer_ns(layer_ns, shift, rows, sent, sent_ns):
+    """Return the time of one MoE layer whose slowest rank has ``rows``, while some rank sends ``sent``.
+
+    Without a branch, so that a loop over layers becomes vectors: below ``sent`` the second half of the table is read.
+    """
+    node = rows >> shift
+    place = np.uint64(node + (layer_ns.size >> 1 if rows < sent else 0))
+    low = layer_ns[place]
+    partly = ((layer_ns[place + np.uint64(1)] - low) * (rows - (node << shift))) >> shift
+    return low + partly + (sent_ns if rows < sent else np.int64(0))
+
+
+@njit(cache=True, nogil=True, inline="always")
 def _peaks_ns(costs, peak, sent):
     """Return the time of all MoE layers, given the rows of each layer's slowest rank."""
-    shift = costs.scalars[S_ROWS_SHIFT]
+    shift, layer_ns = costs.scalars[S_ROWS_SHIFT], costs.layer_ns
+    sent_ns = lookup_ns(costs.exchange_ns, shift, sent)
     total = np.int64(0)
     for m in range(peak.size):
-        rows = np.int64(peak[m])
-        if rows >= sent:
-            total += lookup_ns(costs.both_ns, shift, rows)
-        else:
-            total += lookup_ns(costs.expert_ns, shift, rows) + lookup_ns(costs.exchange_ns, shift, sent)
+        total += _layer_ns(layer_ns, shift, np.int64(peak[m]), sent, sent_ns)
     return total
 
 
@@ -100,23 +109,21 @@ def _changed_experts_ns(costs, state, move, unit, sent):
     """Return the time of a unit's MoE layers after the move."""
     groups = costs.scalars[S_UNIT_GROUPS]
     group_a, group_b = move.cells[0] // costs.scalars[S_GROUP_CELLS], move.cells[1] // costs.scalars[S_GROUP_CELLS]
-    peak, diff = move.peak, move.diff
-    peak[:] = 0
+    peak, diff, rows, others = move.peak, move.diff, state.group_rows, state.group_peak
+    for m in range(peak.size):
+        peak[m] = 0
     for group in range(unit * groups, unit * groups + groups):
         if group == group_a:
-            rows = state.group_rows[group]
-            for p in range(rows.shape[0]):
+            for p in range(diff.shape[0]):
                 for m in range(peak.size):
-                    peak[m] = max(peak[m], np.int32(rows[p, m] + diff[p, m]))
+                    peak[m] = max(peak[m], np.int32(rows[group, p, m] + diff[p, m]))
         elif group == group_b:
-            rows = state.group_rows[group]
-            for p in range(rows.shape[0]):
+            for p in range(diff.shape[0]):
                 for m in range(peak.size):
-                    peak[m] = max(peak[m], np.int32(rows[p, m] - diff[p, m]))
+                    peak[m] = max(peak[m], np.int32(rows[group, p, m] - diff[p, m]))
         else:
-            other = state.group_peak[group]
             for m in range(peak.size):
-                peak[m] = max(peak[m], other[m])
+                peak[m] = max(peak[m], others[group, m])
     return _peaks_ns(costs, peak, sent)
 
 
@@ -195,17 +202,77 @@ def move_delta_ns(costs, state, move):
     return _objective_delta(state, blocks, unit_a % blocks, delta_a, unit_b % blocks, delta_b)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
+def _least_experts_ns(costs, state, group, gained, lost, sent):
+    """Bound from below the time of a group's MoE layers after it gains one sample and loses another.
+
+    The rank that is hottest now gives the least that the hottest can have then: one number a layer, not P.
+    """
+    loads, rows, hot = costs.loads, state.group_peak, state.group_hot
+    shift, layer_ns = costs.scalars[S_ROWS_SHIFT], costs.layer_ns
+    sent_ns = lookup_ns(costs.exchange_ns, shift, sent)
+    total = np.int64(0)
+    for m in range(rows.shape[1]):
+        p = np.uint32(hot[group, m])
+        peak = rows[group, m] + np.int32(loads[gained, p, m]) - np.int32(loads[lost, p, m])
+        total += _layer_ns(layer_ns, shift, np.int64(peak), sent, sent_ns)
+    return total
+
+
+@njit(cache=True, nogil=True, inline="always")
+def exchange_delta_ns(costs, state, move, threshold):
+    """Return the change of the objective by an exchange of one sample for one or none, exact up to ``threshold``.
+
+    Above it any number above it may be returned. Most proposals of a cold search cost more than they may, and are told
+    by their attention and the ranks that are hottest now: ``move.diff`` is filled only for the others.
+    """
+    cells, blocks, fixed = costs.scalars[S_GROUP_CELLS], costs.scalars[S_BLOCKS], costs.scalars[S_FIXED]
+    unit_a, unit_b = move.cells[0] // cells, move.cells[1] // cells
+    if unit_a == unit_b or costs.scalars[S_UNIT_GROUPS] > 1:
+        fill_rows(costs, move)
+        return move_delta_ns(costs, state, move)
+    attention_a, most = _changed_attention_ns(costs, state, move, unit_a)
+    sent_a = sent_rows(costs, most)
+    attention_b, most = _changed_attention_ns(costs, state, move, unit_b)
+    sent_b = sent_rows(costs, most)
+    delta_a = attention_a + fixed - state.unit_ns[unit_a]
+    delta_b = attention_b + fixed - state.unit_ns[unit_b]
+    i, j = move.samples[0], move.samples[2]
+    least = _objective_delta(
+        state, blocks,
+        unit_a % blocks, delta_a + _least_experts_ns(costs, state, unit_a, j, i, sent_a),
+        unit_b % blocks, delta_b + _least_experts_ns(costs, state, unit_b, i, j, sent_b),
+    )  # fmt: skip
+    if least > threshold:
+        return least
+    fill_rows(costs, move)
+    delta_a += _changed_experts_ns(costs, state, move, unit_a, sent_a)
+    delta_b += _changed_experts_ns(costs, state, move, unit_b, sent_b)
+    return _objective_delta(state, blocks, unit_a % blocks, delta_a, unit_b % blocks, delta_b)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def fill_rows(costs, move):
+    """Fill ``move.diff`` from the two samples that change places."""
+    i, j, diff, loads = move.samples[0], move.samples[2], move.diff, costs.loads
+    for p in range(diff.shape[0]):
+        for m in range(diff.shape[1]):
+            diff[p, m] = np.int32(loads[j, p, m]) - np.int32(loads[i, p, m])
+
+
+@njit(cache=True, nogil=True, inline="always")
 def _unit_peak(costs, state, unit, peak):
     """Fill and return ``peak`` [L] with the rows of each layer's slowest rank in a unit as it is."""
-    groups = costs.scalars[S_UNIT_GROUPS]
-    peak[:] = 0
-    for group in range(unit * groups, unit * groups + groups):
-        peak[:] = np.maximum(peak, state.group_peak[group])
+    groups, rows = costs.scalars[S_UNIT_GROUPS], state.group_peak
+    for m in range(peak.size):
+        peak[m] = rows[unit * groups, m]
+    for group in range(unit * groups + 1, unit * groups + groups):
+        for m in range(peak.size):
+            peak[m] = max(peak[m], rows[group, m])
     return peak
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def move_apply(costs, state, move):
     """Make a move."""
     a, b = move.cells
@@ -222,22 +289,21 @@ def move_apply(costs, state, move):
                 _put_in(state, i, b if k < 2 else a)
     state.cell_tokens[a] += move.tokens[0]
     state.cell_tokens[b] -= move.tokens[0]
-    state.core_ns[a] += move.core
-    state.core_ns[b] -= move.core
+    for c in range(move.core.size):
+        state.core_ns[a, c] += move.core[c]
+        state.core_ns[b, c] -= move.core[c]
     _refresh_cell(costs, state, a)
     _refresh_cell(costs, state, b)
     cells, groups = costs.scalars[S_GROUP_CELLS], costs.scalars[S_UNIT_GROUPS]
     if a // cells != b // cells:
-        state.group_rows[a // cells] += move.diff
-        state.group_rows[b // cells] -= move.diff
-        _refresh_group(state, a // cells)
-        _refresh_group(state, b // cells)
+        _add_rows(state, a // cells, move.diff, 1)
+        _add_rows(state, b // cells, move.diff, -1)
     _refresh_unit(costs, state, a // cells // groups, move.peak)
     if a // cells // groups != b // cells // groups:
         _refresh_unit(costs, state, b // cells // groups, move.peak)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _take_out(state, i):
     cell = state.cell_of[i]
     last = state.members[cell, state.cell_count[cell] - 1]
@@ -246,7 +312,7 @@ def _take_out(state, i):
     state.cell_count[cell] -= 1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _put_in(state, i, cell):
     state.members[cell, state.cell_count[cell]] = i
     state.place_of[i] = state.cell_count[cell]
@@ -254,7 +320,7 @@ def _put_in(state, i, cell):
     state.cell_of[i] = cell
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _swap_cells(state, a, b):
     for k in range(max(state.cell_count[a], state.cell_count[b])):
         state.members[a, k], state.members[b, k] = state.members[b, k], state.members[a, k]
@@ -265,33 +331,52 @@ def _swap_cells(state, a, b):
         state.cell_of[state.members[b, k]] = b
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _refresh_cell(costs, state, cell):
     for c in range(costs.cell_ns.shape[0]):
         dense_ns = lookup_ns(costs.cell_ns[c], costs.scalars[S_TOKENS_SHIFT], state.cell_tokens[cell])
         state.cell_ns[c, cell] = state.core_ns[cell, c] + dense_ns
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
+def _add_rows(state, group, diff, sign):
+    """Add ``sign`` times ``diff`` [P, L] to a group's rows. Plain loops: array expressions cost four times as much."""
+    rows = state.group_rows
+    for p in range(diff.shape[0]):
+        for m in range(diff.shape[1]):
+            rows[group, p, m] += np.int32(sign * diff[p, m])
+    _refresh_group(state, group)
+
+
+@njit(cache=True, nogil=True, inline="always")
 def _refresh_group(state, group):
-    rows, peak = state.group_rows[group], state.group_peak[group]
-    peak[:] = 0
-    for p in range(rows.shape[0]):
-        for m in range(peak.size):
-            peak[m] = max(peak[m], rows[p, m])
+    rows, peak, hot = state.group_rows, state.group_peak, state.group_hot
+    for m in range(peak.shape[1]):
+        peak[group, m] = -1
+    for p in range(rows.shape[1]):
+        for m in range(peak.shape[1]):
+            hot[group, m] = p if rows[group, p, m] > peak[group, m] else hot[group, m]
+            peak[group, m] = max(peak[group, m], rows[group, p, m])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _refresh_unit(costs, state, unit, peak):
     cells = costs.scalars[S_GROUP_CELLS] * costs.scalars[S_UNIT_GROUPS]
-    first, last = unit * cells, unit * cells + cells
-    attention = np.int64(0)
+    attention, most = np.int64(0), np.int64(0)
     for c in range(costs.cell_ns.shape[0]):
-        attention += state.cell_ns[c, first:last].max()
-    sent = sent_rows(costs, state.cell_tokens[first:last].max())
-    experts = _peaks_ns(costs, _unit_peak(costs, state, unit, peak), sent)
-    state.unit_experts[unit, 0], state.unit_experts[unit, 1] = experts, sent
-    state.unit_experts[unit, 2] = peak.min()
+        slowest = np.int64(0)
+        for cell in range(unit * cells, unit * cells + cells):
+            slowest = max(slowest, state.cell_ns[c, cell])
+        attention += slowest
+    for cell in range(unit * cells, unit * cells + cells):
+        most = max(most, state.cell_tokens[cell])
+    sent = sent_rows(costs, most)
+    peak = _unit_peak(costs, state, unit, peak)
+    experts = _peaks_ns(costs, peak, sent)
+    least = peak[0]
+    for m in range(peak.size):
+        least = min(least, peak[m])
+    state.unit_experts[unit, 0], state.unit_experts[unit, 1], state.unit_experts[unit, 2] = experts, sent, least
     total = attention + experts + costs.scalars[S_FIXED]
     state.block_ns[unit % costs.scalars[S_BLOCKS]] += total - state.unit_ns[unit]
     state.unit_ns[unit] = total

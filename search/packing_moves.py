@@ -9,13 +9,17 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from search.packing_kernels import S_GROUP_CELLS, Move, move_apply, move_delta_ns, objective
+from search.packing_kernels import S_GROUP_CELLS, Move, exchange_delta_ns, move_apply, move_delta_ns, objective
 from search.random_bits import random_below, random_threshold
 
 RELOCATE, SIMILAR, WITHIN, TWO, CELLS = range(1, 6)
 """Places of the shares of moves in ``limits`` (in 1/1024, the rest swaps any two samples); place 0 is the cap."""
 SAME_SLOT = 6
 """Place in ``limits`` of D where samples must stay on their DP slot unless swapped one for one, else 0."""
+
+
+TRIES = 4
+"""Partners tried in turn for a sample drawn, while its loads are in the cache."""
 
 
 @njit(cache=True, nogil=True)
@@ -29,13 +33,12 @@ def new_move(costs):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def propose(lengths, by_length, length_rank, cell_of, cell_tokens, cell_count, limits, rng):
-    """Draw an exchange of one sample for one or none: (i, j or -1, target cell); i = -1 when the draw does not fit.
+def propose(i, lengths, cell_of, cell_tokens, cell_count, limits, rng):
+    """Draw an exchange of sample i for one or none: (i, j or -1, target cell); i = -1 when the draw does not fit.
 
     Arrays come one by one: reaching into a tuple costs a reference count, three times this function.
     """
     cap = limits[0]
-    i = random_below(rng, lengths.size)
     source = cell_of[i]
     kind = random_below(rng, 1024)
     j = np.int64(-1)
@@ -48,8 +51,7 @@ def propose(lengths, by_length, length_rank, cell_of, cell_tokens, cell_count, l
     else:
         if kind < limits[RELOCATE] + limits[SIMILAR]:
             reach = np.int64(1) << random_below(rng, 7)
-            place = length_rank[i] + 1 + random_below(rng, reach)
-            j = by_length[place] if place < lengths.size else i
+            j = min(i + 1 + random_below(rng, reach), lengths.size - 1)
         else:
             j = random_below(rng, lengths.size)
         target = cell_of[j]
@@ -61,7 +63,7 @@ def propose(lengths, by_length, length_rank, cell_of, cell_tokens, cell_count, l
     return i, j, target
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def propose_within(costs, state, move, limits, rng):
     """Draw a swap or relocation between two cells of one group: ranks' loads stay, so that only attention is priced."""
     i = random_below(rng, costs.lengths.size)
@@ -84,7 +86,7 @@ def propose_within(costs, state, move, limits, rng):
         move.core[c] = -costs.sequence_ns[i, c] + (costs.sequence_ns[j, c] if j >= 0 else 0)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def propose_two(costs, state, move, limits, rng):
     """Draw a sample of one cell against two of another (also: what a sample ejects where the cap blocks it)."""
     i = random_below(rng, costs.lengths.size)
@@ -105,7 +107,7 @@ def propose_two(costs, state, move, limits, rng):
     _fill_move(costs, move, source, target)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def propose_cells(costs, state, move, limits, rng):
     """Draw two whole cells of different groups to change places."""
     a, b = random_below(rng, state.cell_count.size), random_below(rng, state.cell_count.size)
@@ -116,12 +118,13 @@ def propose_cells(costs, state, move, limits, rng):
         return
     move.cells[0], move.cells[1], move.samples[0] = a, b, -2
     move.tokens[0] = state.cell_tokens[b] - state.cell_tokens[a]
-    move.core[:] = state.core_ns[b] - state.core_ns[a]
-    move.diff[:] = 0
+    for c in range(move.core.size):
+        move.core[c] = state.core_ns[b, c] - state.core_ns[a, c]
+    _clear_rows(move)
     for k in range(state.cell_count[a]):
-        move.diff[:] -= costs.loads[state.members[a, k]]
+        _add_rows(costs, move, state.members[a, k], -1)
     for k in range(state.cell_count[b]):
-        move.diff[:] += costs.loads[state.members[b, k]]
+        _add_rows(costs, move, state.members[b, k], 1)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -129,44 +132,43 @@ def _fill_move(costs, move, a, b):
     """Fill a move from its samples: what cell a gains."""
     move.cells[0], move.cells[1] = a, b
     move.tokens[0] = 0
-    move.core[:] = 0
-    move.diff[:] = 0
+    for c in range(move.core.size):
+        move.core[c] = 0
+    _clear_rows(move)
     for k in range(4):
         i = move.samples[k]
-        if i < 0:
-            continue
-        load = costs.loads[i]
-        if k < 2:
-            move.tokens[0] -= costs.lengths[i]
-            move.core[:] -= costs.sequence_ns[i]
-            move.diff[:] -= load
-        else:
-            move.tokens[0] += costs.lengths[i]
-            move.core[:] += costs.sequence_ns[i]
-            move.diff[:] += load
+        if i >= 0:
+            sign = -1 if k < 2 else 1
+            move.tokens[0] += sign * costs.lengths[i]
+            for c in range(move.core.size):
+                move.core[c] += sign * costs.sequence_ns[i, c]
+            _add_rows(costs, move, i, sign)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _clear_rows(move):
+    for p in range(move.diff.shape[0]):
+        for m in range(move.diff.shape[1]):
+            move.diff[p, m] = 0
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _add_rows(costs, move, i, sign):
+    diff, loads = move.diff, costs.loads
+    for p in range(diff.shape[0]):
+        for m in range(diff.shape[1]):
+            diff[p, m] += np.int32(sign * np.int32(loads[i, p, m]))
 
 
 @njit(cache=True, nogil=True, inline="always")
 def fill_exchange(costs, move, source, i, j, target):
-    """Fill a move with i leaving ``source`` for ``target``, j (or none, -1) the other way."""
+    """Fill a move, but for its rows, with i leaving ``source`` for ``target``, j (or none, -1) the other way."""
     move.cells[0], move.cells[1] = source, target
     move.samples[0], move.samples[1], move.samples[2], move.samples[3] = i, -1, j, -1
-    load, diff, core = costs.loads[i], move.diff, move.core
-    if j >= 0:
-        other = costs.loads[j]
-        move.tokens[0] = costs.lengths[j] - costs.lengths[i]
-        for c in range(core.size):
-            core[c] = costs.sequence_ns[j, c] - costs.sequence_ns[i, c]
-        for p in range(diff.shape[0]):
-            for m in range(diff.shape[1]):
-                diff[p, m] = other[p, m] - load[p, m]
-    else:
-        move.tokens[0] = -costs.lengths[i]
-        for c in range(core.size):
-            core[c] = -costs.sequence_ns[i, c]
-        for p in range(diff.shape[0]):
-            for m in range(diff.shape[1]):
-                diff[p, m] = -load[p, m]
+    move.tokens[0] = (costs.lengths[j] if j >= 0 else 0) - costs.lengths[i]
+    core, sequence_ns = move.core, costs.sequence_ns
+    for c in range(core.size):
+        core[c] = sequence_ns[j, c] - sequence_ns[i, c]
 
 
 @njit(cache=True, nogil=True)
@@ -178,12 +180,14 @@ def anneal(costs, state, best_cell_of, rng, temperature_ns, proposals, limits, b
     """
     current = objective(costs, state)
     move = new_move(costs)
-    lengths, by_length, length_rank = costs.lengths, costs.by_length, costs.length_rank
+    lengths = costs.lengths
     cell_of, cell_tokens, cell_count = state.cell_of, state.cell_tokens, state.cell_count
+    drawn, tries = np.int64(0), 0
     priced = 0
     made = 0
     special = limits[WITHIN] + limits[TWO] + limits[CELLS]
     for _ in range(proposals):
+        affordable = random_threshold(rng, temperature_ns) if temperature_ns > 0 else np.int64(0)
         kind = random_below(rng, 1024)
         if kind < special:
             if kind < limits[WITHIN]:
@@ -194,14 +198,19 @@ def anneal(costs, state, best_cell_of, rng, temperature_ns, proposals, limits, b
                 propose_cells(costs, state, move, limits, rng)
             if move.cells[0] < 0:
                 continue
+            priced += 1
+            delta = move_delta_ns(costs, state, move)
         else:
-            i, j, target = propose(lengths, by_length, length_rank, cell_of, cell_tokens, cell_count, limits, rng)
+            if tries == 0:
+                drawn, tries = random_below(rng, lengths.size), TRIES
+            tries -= 1
+            i, j, target = propose(drawn, lengths, cell_of, cell_tokens, cell_count, limits, rng)
             if i < 0:
                 continue
             fill_exchange(costs, move, cell_of[i], i, j, target)
-        priced += 1
-        delta = move_delta_ns(costs, state, move)
-        if delta > 0 and (temperature_ns <= 0 or delta > random_threshold(rng, temperature_ns)):
+            priced += 1
+            delta = exchange_delta_ns(costs, state, move, affordable)
+        if delta > affordable:
             continue
         move_apply(costs, state, move)
         made += 1

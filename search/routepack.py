@@ -92,7 +92,7 @@ def proxy_costs(
     return ProxyCosts(
         lengths=problem.lengths,
         works=np.ascontiguousarray(works),
-        loads=sample_rank_rows(problem.counts, rank_LE, problem.num_ranks),
+        loads=sample_rank_rows(problem.counts, np.arange(problem.num_samples), rank_LE, problem.num_ranks),
         by_length=by_length,
         length_rank=length_rank,
         scalars=np.array(scalars, np.int64),

@@ -9,7 +9,14 @@ from search.evaluate import evaluate
 from search.load_kernels import sample_rank_rows
 from search.movement import placement_of_ranks, ranks_of_slots
 from search.packer import pack_costs, pack_state
-from search.packing_kernels import fill_state, move_apply, move_delta_ns, objective
+from search.packing_kernels import (
+    exchange_delta_ns,
+    fill_rows,
+    fill_state,
+    move_apply,
+    move_delta_ns,
+    objective,
+)
 from search.packing_moves import anneal, fill_exchange, new_move, propose, propose_cells, propose_two, propose_within
 from search.placement_kernels import (
     _hottest,
@@ -22,6 +29,12 @@ from search.placement_kernels import (
 )
 from search.placer import LayerLoads
 from search.random_bits import random_below, random_threshold, seed_state
+
+
+def in_problem_order(costs, cell_of):
+    cells = np.empty_like(cell_of)
+    cells[costs.order] = cell_of
+    return cells
 
 
 def objective_of(problem, cell_of, placement, rows):
@@ -46,11 +59,12 @@ def draw(costs, state, move, rng, limits, kind):
     elif kind == "cells":
         propose_cells(costs, state, move, limits, rng)
     else:
-        arrays = (costs.lengths, costs.by_length, costs.length_rank, state.cell_of, state.cell_tokens, state.cell_count)
-        i, j, target = propose(*arrays, limits, rng)
+        arrays = (costs.lengths, state.cell_of, state.cell_tokens, state.cell_count)
+        i, j, target = propose(random_below(rng, costs.lengths.size), *arrays, limits, rng)
         move.cells[0] = -1
         if i >= 0:
             fill_exchange(costs, move, state.cell_of[i], i, j, target)
+            fill_rows(costs, move)
     return move.cells[0] >= 0
 
 
@@ -61,19 +75,37 @@ def test_every_packing_move_equals_reevaluation(drawn):
     state_rng, move = seed_state(int(rng.integers(1 << 30))), new_move(costs)
     limits = np.array([problem.max_tokens, 300, 300, 0, 0, 0, 0])
     for turn in range(48):
-        before = objective_of(problem, state.cell_of, placement, rows)
+        before = objective_of(problem, in_problem_order(costs, state.cell_of), placement, rows)
         assert before == objective(costs, state)
         if not draw(costs, state, move, state_rng, limits, ("one", "two", "cells", "within")[turn % 4]):
             continue
         delta = move_delta_ns(costs, state, move)
         move_apply(costs, state, move)
-        assert objective_of(problem, state.cell_of, placement, rows) == before + delta
+        assert objective_of(problem, in_problem_order(costs, state.cell_of), placement, rows) == before + delta
         assert np.bincount(state.cell_of, minlength=rows * problem.num_slots).min() >= 1
     derived = [np.copy(part) for part in state]
     fill_state(costs, state)
     for name, was, now in zip(state._fields, derived, state, strict=True):
         if name not in ("members", "place_of"):
             assert (was == now).all(), name
+
+
+@given(problems())
+@settings(max_examples=30, deadline=None)
+def test_an_exchange_is_priced_exactly_up_to_what_it_may_cost(drawn):
+    problem, rng, _, _, costs, state = start(drawn)
+    state_rng, move = seed_state(int(rng.integers(1 << 30))), new_move(costs)
+    limits = np.array([problem.max_tokens, 300, 300, 0, 0, 0, 0])
+    for turn in range(40):
+        if not draw(costs, state, move, state_rng, limits, "one"):
+            continue
+        delta = move_delta_ns(costs, state, move)
+        for threshold in (0, delta - 1, delta, delta + 1, delta // 2):
+            priced = exchange_delta_ns(costs, state, move, threshold)
+            assert priced <= delta
+            assert priced == delta if delta <= threshold else priced > threshold
+        if turn % 4 == 0:
+            move_apply(costs, state, move)
 
 
 @given(problems())
@@ -97,8 +129,8 @@ def test_annealing_keeps_cap_and_cells_and_reports_its_best(drawn):
     first = int(best[0])
     anneal(costs, state, best_cell_of, seed_state(1), 2000, 500, np.array([cap, 300, 300, 50, 50, 50, 0]), best)
     assert best[0] <= first
-    assert best[0] == objective_of(problem, best_cell_of, placement, rows)
-    for cell_of in (best_cell_of, state.cell_of):
+    assert best[0] == objective_of(problem, in_problem_order(costs, best_cell_of), placement, rows)
+    for cell_of in (in_problem_order(costs, best_cell_of), in_problem_order(costs, state.cell_of)):
         tokens = np.bincount(cell_of, weights=problem.lengths, minlength=rows * problem.num_slots)
         assert tokens.max() <= cap
         assert np.bincount(cell_of, minlength=rows * problem.num_slots).min() >= 1
@@ -151,12 +183,12 @@ def test_improved_layer_is_no_worse_and_a_bijection(drawn):
 @given(problems())
 @settings(max_examples=15, deadline=None)
 def test_layers_sum_to_the_experts_share_of_the_plan(drawn):
-    problem, _, rows, placement, _, state = start(drawn)
+    problem, _, rows, placement, costs, state = start(drawn)
     assume(problem.blocks_per_unit == 1)  # coupled blocks wait for one another: the layers' sum is only a guide there
-    loads, ranks = layer_loads(problem, state.cell_of, rows), ranks_of_slots(placement, problem.num_ranks)
+    cell_of = in_problem_order(costs, state.cell_of)
+    loads, ranks = layer_loads(problem, cell_of, rows), ranks_of_slots(placement, problem.num_ranks)
     total = sum(loads.layer_ns(layer, ranks[layer]) for layer in range(problem.num_layers))
-    cell = state.cell_of
-    priced = evaluate(problem, cell // problem.num_slots, cell % problem.num_slots, placement, rows)
+    priced = evaluate(problem, cell_of // problem.num_slots, cell_of % problem.num_slots, placement, rows)
     assert total == int((priced.experts_RB + priced.exchange_RB).sum())
 
 
@@ -165,10 +197,11 @@ def test_layers_sum_to_the_experts_share_of_the_plan(drawn):
 def test_sample_loads_equal_a_loop(drawn):
     problem, rng = drawn
     ranks = ranks_of_slots(random_placement(rng, problem), problem.num_ranks)
-    loads = sample_rank_rows(problem.counts, ranks, problem.num_ranks)
+    order = rng.permutation(problem.num_samples)
+    loads = sample_rank_rows(problem.counts, order, ranks, problem.num_ranks)
     slow = np.zeros_like(loads)
-    for i, layer, expert in np.ndindex(problem.counts.shape):
-        slow[i, ranks[layer, expert], layer] += problem.counts[i, layer, expert]
+    for k, layer, expert in np.ndindex(problem.counts.shape):
+        slow[k, ranks[layer, expert], layer] += problem.counts[order[k], layer, expert]
     assert (loads == slow).all()
 
 
