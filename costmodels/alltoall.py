@@ -1,7 +1,8 @@
 """All-to-all among the ranks of one expert-parallel block: dispatch or combine of one layer.
 
-Baseline: smooth maximum of a start-up time that grows with the ranks, and the bytes that leave a rank over its
-bandwidth plus a square-root term for the sizes in between, where the protocol changes.
+Baseline: a start-up time that grows with the ranks and once more where messages leave the low-latency protocol, the
+bytes that leave a rank over its bandwidth (two ranks use fewer links than many), and a pipeline that fills over a few
+MiB.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, Parameter, smooth_max
+from costmodels.features import Columns, Operation, Parameter
+
+LOW_LATENCY_MIB = 2.0**-8
+"""Half of the second start-up shows at this size: messages of a few KiB go without staging."""
 
 
 def _baseline(c: Columns, p: Mapping[str, float]) -> np.ndarray:
-    leaving = c["bytes"] * (c["ranks"] - 1.0) / c["ranks"]
-    start = p["alpha_us"] + p["alpha_rank_us"] * c["ranks"]
-    wire = leaving / (p["wire_gbps"] * 1e3)
-    between = p["middle_us"] * np.sqrt(leaving / 2.0**20)
-    return smooth_max(start, wire + between, sharpness=1.0 + p["sharpness"])
+    peers = c["ranks"] - 1.0
+    leaving = c["bytes"] * peers / c["ranks"]
+    mib = leaving / 2.0**20
+    start = p["alpha_us"] + p["alpha_rank_us"] * c["ranks"] + p["staged_us"] * mib / (mib + LOW_LATENCY_MIB)
+    filling = p["fill_us"] * mib / (mib + p["fill_mib"])
+    wire = leaving / (p["wire_gbps"] * 1e3) * (1.0 + p["peer_share"] / np.maximum(peers, 1.0))
+    return start + filling + wire
 
 
 def _derive(c: Columns) -> Columns:
@@ -36,11 +42,13 @@ ALLTOALL = Operation(
     family=("ranks",),
     size=("bytes",),
     parameters={
-        "alpha_us": Parameter(6.0, "us"),
+        "alpha_us": Parameter(5.0, "us"),
         "alpha_rank_us": Parameter(0.7, "us per rank"),
+        "staged_us": Parameter(2.0, "us beyond a few KiB"),
+        "fill_us": Parameter(20.0, "us of a pipeline's filling"),
+        "fill_mib": Parameter(6.0, "MiB at which half of it shows", 0),
         "wire_gbps": Parameter(330.0, "GB/s", -1),
-        "middle_us": Parameter(5.0, "us per square root of a MiB"),
-        "sharpness": Parameter(2.0, "exponent of the smooth maximum, less 1", 0),
+        "peer_share": Parameter(0.15, "bandwidth lost with one peer, share", 0),
     },
     baseline=_baseline,
     derive=_derive,

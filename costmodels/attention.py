@@ -1,8 +1,13 @@
 """Causal attention core, softmax(Q K^T) V, of one microbatch on one rank: grouped-query, latent, sliding window.
 
-Baseline: launch floor + smooth maximum of (arithmetic over the score tiles a causal mask touches, the longest chain of
-key blocks one thread block walks) + token-proportional work (queries, keys, values and output moved, caches written).
-Windows count only where a sequence is longer than they are.
+Baseline: launch floor + the longest chain of key blocks one thread block walks + arithmetic over the scores that are
+computed (slower where the kernel runs long enough to meet the power limit) + a fixed cost per tile of queries +
+token-proportional work (queries, keys, values and output moved, caches written). Times add up as in Brent's bound: a
+greedy schedule takes at most its work over the processors plus its longest chain.
+
+What kernels do is visible in the measurements and is built in: heads of 64 and latent heads use query tiles of 64;
+wide key tiles make small heads compute more scores than the mask needs, and a window's edges cost like keys; beyond
+1024 tokens of one sequence the token-proportional kernel cannot spread it over the device.
 """
 
 from __future__ import annotations
@@ -11,9 +16,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, Parameter, smooth_max, tiles
+from costmodels.features import Columns, Operation, Parameter, smooth_max
 
 QUERY_TILE = 128
+SMALL_HEAD = 64
+SMALL_QUERY_TILE = 64
+SHORT_LENGTH = 512
+"""Small heads walk key blocks slowly up to this length, beyond it with another kernel."""
+SPREAD_LENGTH = 1024
+"""Longest sequence whose token-proportional work spreads over the whole device."""
+HEAD_POWER = 0.25
+"""How latencies grow with the width of a head."""
 
 
 def _reach(c: Columns) -> np.ndarray:
@@ -21,29 +34,57 @@ def _reach(c: Columns) -> np.ndarray:
     return np.where(c["window"] > 0, np.minimum(c["window"], c["max_length"]), c["max_length"])
 
 
+def _is_latent(c: Columns) -> np.ndarray:
+    return c["qk_head_dim"] > c["v_head_dim"]
+
+
+def _query_tile(c: Columns) -> np.ndarray:
+    small = _is_latent(c) | (c["v_head_dim"] <= SMALL_HEAD)
+    return np.where(small, SMALL_QUERY_TILE, QUERY_TILE)
+
+
+def _whole_tiles(c: Columns) -> np.ndarray:
+    """Query tiles of one head, all sequences."""
+    return c["num_sequences"] * np.ceil(c["tokens"] / c["num_sequences"] / _query_tile(c))
+
+
+def _mean_keys(length: np.ndarray, reach: np.ndarray) -> np.ndarray:
+    """Keys that a query of one sequence attends to on average, where the last one attends to ``reach``."""
+    return reach - reach * (reach - 1.0) / (2.0 * length)
+
+
+def _width(c: Columns) -> np.ndarray:
+    return (c["qk_head_dim"] + c["v_head_dim"]) / 256.0
+
+
+def _floor(c: Columns, p: Mapping[str, float]) -> np.ndarray:
+    return p["floor_us"] * _width(c) ** HEAD_POWER
+
+
 def _baseline(c: Columns, p: Mapping[str, float]) -> np.ndarray:
-    heads, kv_heads, dims = c["num_heads"], c["num_kv_heads"], c["qk_head_dim"] + c["v_head_dim"]
-    tokens, windowed = c["tokens"], (c["window"] > 0) & (c["window"] < c["max_length"])
-    whole_tiles = c["num_sequences"] * tiles(tokens / c["num_sequences"], QUERY_TILE)
-    # Tiles on the diagonal are computed whole: half a tile of keys for every query, more with a window's second edge.
+    heads, tokens, length, dims = c["num_heads"], c["tokens"], c["max_length"], c["qk_head_dim"] + c["v_head_dim"]
+    small, latent = c["v_head_dim"] <= SMALL_HEAD, _is_latent(c)
     reach = _reach(c)
-    edge_keys = np.where(windowed, np.minimum(p["window_keys"], c["max_length"]), p["tile_keys"])
-    scores = c["pairs"] + edge_keys * (128.0 / c["v_head_dim"]) ** p["tile_power"] * tokens
+    walked = np.where(c["window"] > 0, np.minimum(c["window"] + p["window_keys"], length), length)
+    scores = c["pairs"] * _mean_keys(length, walked) / _mean_keys(length, reach)
+    beyond_first_tile = tokens * np.maximum(1.0 - QUERY_TILE / length, 0.0)
+    scores = scores + np.where(small, p["tile_keys"], 0.0) * beyond_first_tile
     # Small heads leave the tensor cores waiting for the exponentials: cost per score has a part without the head size.
     work = heads * scores * (2.0 * dims + p["softmax_flops"]) / (p["compute_tflops"] * 1e6)
-    chain = (reach + p["chain_keys"]) * (2.0 * dims + p["softmax_flops"]) / 512.0 * p["chain_ns"] / 1e3
-    moved = 2.0 * (tokens * heads * dims + p["kv_weight"] * tokens * kv_heads * dims) / (p["token_gbps"] * 1e3)
-    blocks = heads * whole_tiles / QUERY_TILE * p["block_ns"] * (dims / 256.0) ** p["block_power"] / 1e3
-    core = smooth_max(work + blocks, chain, sharpness=1.0 + p["sharpness"])
+    work = work * (1.0 + p["throttle_share"] * work / (work + p["throttle_us"]))
+    short = np.where(small, np.clip(walked - QUERY_TILE, 0.0, SHORT_LENGTH - QUERY_TILE), 0.0)
+    chain = (walked * _width(c) ** HEAD_POWER * p["chain_ns"] + short * p["short_ns"]) / 1e3
+    blocks = heads * _whole_tiles(c) * p["block_ns"] * _width(c) ** p["block_power"] / 1e3
+    moved = 2.0 * tokens * dims * (heads + p["kv_weight"] * c["num_kv_heads"]) / (p["token_gbps"] * 1e3)
+    single = np.where(length > SPREAD_LENGTH, length * heads * p["single_ns"] / 1e3, 0.0)
     # Latent attention is timed without the rotary embedding and cache write that come with the others.
-    latent = np.where(c["qk_head_dim"] > c["v_head_dim"], p["latent_share"], 1.0)
-    return p["floor_us"] + core + latent * (moved + tokens * p["token_ns"] / 1e3)
+    around = np.where(latent, p["latent_share"], 1.0) * smooth_max(moved, single, sharpness=3.0)
+    return _floor(c, p) + chain + work + blocks + around + np.where(latent, tokens * p["latent_ns"] / 1e3, 0.0)
 
 
 def _derive(c: Columns) -> Columns:
     heads, kv_heads, length = c["num_heads"], c["num_kv_heads"], c["max_length"]
-    query_tiles = np.ceil(c["tokens"] / c["num_sequences"] / QUERY_TILE)
-    blocks = query_tiles * c["num_sequences"] * heads
+    query_tiles = _whole_tiles(c)
     return {
         "log_tokens": np.log(c["tokens"]),
         "log_length": np.log(length),
@@ -54,10 +95,10 @@ def _derive(c: Columns) -> Columns:
         "head_dims": c["qk_head_dim"] + c["v_head_dim"],
         "qk_head_dim": c["qk_head_dim"],
         "window_share": _reach(c) / length,
-        "log_blocks": np.log(blocks),
+        "log_blocks": np.log(query_tiles * heads),
         "log_work": np.log(c["pairs"] * heads * (c["qk_head_dim"] + c["v_head_dim"])),
         "log_reach": np.log(_reach(c)),
-        "padding": query_tiles * QUERY_TILE * c["num_sequences"] / c["tokens"],
+        "padding": query_tiles * _query_tile(c) / c["tokens"],
         "log_head_tokens": np.log(c["tokens"] * heads),
         "log_kv_tokens": np.log(c["tokens"] * kv_heads),
         "mean_share": c["tokens"] / c["num_sequences"] / length,
@@ -81,25 +122,26 @@ ATTENTION = Operation(
     family=("num_heads", "num_kv_heads", "qk_head_dim", "v_head_dim", "window"),
     size=("max_length",),
     parameters={
-        "floor_us": Parameter(11.0, "us"),
+        "floor_us": Parameter(13.0, "us with heads of 128"),
         "compute_tflops": Parameter(700.0, "TFLOP/s", -1),
-        "softmax_flops": Parameter(150.0, "flop-equivalents per score", 0),
-        "tile_keys": Parameter(64.0, "keys computed beyond the mask, per query", 0),
-        "tile_power": Parameter(0.5, "exponent of the inverse head size in both", 0),
-        "window_keys": Parameter(192.0, "the same with a sliding window", 0),
-        "chain_keys": Parameter(300.0, "keys' worth of prologue", 0),
-        "chain_ns": Parameter(8.0, "ns per key and 512 flop-equivalents"),
-        "token_gbps": Parameter(2500.0, "GB/s", -1),
-        "kv_weight": Parameter(2.0, "accesses of keys and values per access of queries", 0),
-        "block_ns": Parameter(10.0, "ns per query tile and head of 256 elements"),
-        "block_power": Parameter(1.0, "exponent of the head size in it", 0),
-        "token_ns": Parameter(1.0, "ns per token"),
-        "latent_share": Parameter(0.7, "share of the token-proportional work left with latent heads", 0),
-        "sharpness": Parameter(1.0, "exponent of the smooth maximum, less 1", 0),
+        "softmax_flops": Parameter(60.0, "flop-equivalents per score", 0),
+        "throttle_share": Parameter(0.15, "time added by the power limit, share", 0),
+        "throttle_us": Parameter(2000.0, "us of arithmetic at which half of it shows"),
+        "tile_keys": Parameter(300.0, "keys computed beyond the mask, per query of a small head", 0),
+        "window_keys": Parameter(300.0, "keys walked beyond a sliding window", 0),
+        "chain_ns": Parameter(6.0, "ns per key of the longest chain"),
+        "short_ns": Parameter(15.0, "the same, on top, for small heads and short sequences"),
+        "block_ns": Parameter(14.0, "ns per query tile and head of 128"),
+        "block_power": Parameter(1.5, "exponent of the head size in it", 0),
+        "token_gbps": Parameter(1250.0, "GB/s", -1),
+        "kv_weight": Parameter(0.5, "accesses of keys and values per access of queries", 0),
+        "single_ns": Parameter(0.5, "ns per token of the longest sequence and head"),
+        "latent_ns": Parameter(1.0, "ns per token with latent heads"),
+        "latent_share": Parameter(0.2, "share of the bytes moved with latent heads", 0),
     },
     baseline=_baseline,
     derive=_derive,
-    floor=lambda c, p: np.full_like(c["tokens"], p["floor_us"]),
+    floor=_floor,
     dimensionless=("log_length", "log_sequences", "group", "head_dims", "window_share", "log_blocks", "log_work",
                    "padding", "log_reach", "log_head_tokens", "mean_share"),
     zero_allowed=frozenset({"window"}),

@@ -1,7 +1,8 @@
 """The cost model as an artifact: a folder of text trees, JSON and arrays, and the prices asked of it.
 
-Folder: ``costmodel.json`` (what was fitted, from what, how wrong), ``trees/*.txt`` (LightGBM's text format, no pickle),
-``tables.npz`` (all that planning loads), ``parity.npz`` (true and predicted times of held-out rows, for pictures).
+Folder: ``costmodel.json`` (what was fitted, from what, how wrong), ``residuals/*.npz`` (per operation and direction:
+LightGBM's text format as bytes, kernels, curves and overrides as plain arrays, no pickle), ``tables.npz`` (all that
+planning loads), ``parity.npz`` (true and predicted times of held-out rows, for pictures).
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Operation
-from costmodels.operations import OPERATIONS
 from costmodels.params import FitParams
-from costmodels.predictor import OperationModel, Trees
+from costmodels.predictor import OperationModel
 from costmodels.tables import StepTables, npz_bytes
+from costmodels.transfer import load_operation, save_operation
 from costmodels.validation import HeldOut
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
-from profiler.files import content_hash, file_hash, new_folder, read_json, write_bytes, write_json, write_text
+from profiler.files import content_hash, new_folder, read_json, write_bytes, write_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 TABLES_FILE = "tables.npz"
 
 
@@ -82,7 +82,9 @@ class CostModel:
                 "kind": model.kind,
                 "rows": model.rows,
                 "flagged_rows": model.flagged_rows,
+                "overrides": 0 if model.overrides is None else int(model.overrides.time_us.size),
                 "reasons": list(model.reasons),
+                "mixes": {regime: list(mix) for regime, mix in model.mixes.items()},
                 **model.validation,
             }
             for (name, direction), model in self.models.items()
@@ -97,8 +99,13 @@ class CostModel:
             return 1.0
         return self.params.attention_backward_factor if op == "attention" else self.params.gemm_backward_factor
 
-    def predict_us(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def predict_us(
+        self, op: str, direction: str, features: Mapping[str, np.ndarray], overrides: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return microseconds and a mark per row: whether it lies outside what was timed.
+
+        ``overrides`` asks for the measured time of points that were left out of the fit as inconsistent with their
+        neighbours; frozen tables never use them, for a planner would dodge or seek single points.
 
         Raises
         ------
@@ -107,7 +114,21 @@ class CostModel:
         """
         model, factor = self.model_of(op, direction)
         time_us, extrapolated = model.predict_us(features)
+        if overrides:
+            measured_us = model.override_us(features)
+            known = np.isfinite(measured_us)
+            time_us, extrapolated = np.where(known, measured_us, time_us), extrapolated & ~known
         return time_us * factor, extrapolated
+
+    def half_width(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return every row's half-width h of the 90 % interval, from time / (1 + h) to time * (1 + h); NaN if unknown.
+
+        Raises
+        ------
+        RoutePackError
+            As :meth:`predict_us`.
+        """
+        return self.model_of(op, direction)[0].half_width(features)
 
     def floor_us(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> float:
         """Return the time of one call with nothing to do, microseconds."""
@@ -137,7 +158,7 @@ class CostModel:
         """Write the folder whole, in place of an older one."""
         tables = self.tables or self.freeze(self.spec, self.topology, self.max_tokens)
         with new_folder(folder) as new:
-            entries = {f"{name}-{direction}": _save_model(new, m) for (name, direction), m in self.models.items()}
+            entries = {f"{name}-{direction}": save_operation(new, m) for (name, direction), m in self.models.items()}
             tables.save(new / TABLES_FILE)
             write_bytes(new / "parity.npz", npz_bytes(_parity_arrays(self.parity)))
             header = {
@@ -175,7 +196,7 @@ class CostModel:
                 "Run `routepack fit` again, or update routepack-tune."
             )
         try:
-            models = [_load_model(folder, entry) for entry in header["operations"].values()]
+            models = [load_operation(folder, entry) for entry in header["operations"].values()]
             spec = {**header["model"], "windows": tuple(header["model"]["windows"])}
             spec["moe_layers"] = tuple(spec["moe_layers"])
             return cls(
@@ -199,78 +220,6 @@ def _backward_note(model: CostModel, op: str) -> str:
     if factor is None:
         return "measured"
     return "as forward (symmetry)" if op == "alltoall" else f"assumed: forward times {factor:g}"
-
-
-def _save_model(folder: Path, model: OperationModel) -> dict[str, Any]:
-    operation = model.operation
-    entry: dict[str, Any] = {
-        "operation": operation.name,
-        "direction": model.direction,
-        "kind": model.kind,
-        "rows": model.rows,
-        "flagged_rows": model.flagged_rows,
-        "reasons": list(model.reasons),
-        "features": dict(operation.features),
-        "shape": list(operation.shape),
-        "shapes": [{"shape": list(shape), "ranges": dict(ranges)} for shape, ranges in model.shapes.items()],
-        "baseline": {
-            name: {"value": model.parameters[name], "unit": parameter.unit}
-            for name, parameter in operation.parameters.items()
-        },
-        "empty_us": model.empty_us,
-        "trees": {},
-        "validation": model.validation,
-    }
-    for role, trees in (("seen", model.seen), ("unseen", model.unseen)):
-        if trees is not None:
-            suffix = "" if role == "seen" else "-unseen"
-            name = f"trees/{operation.name}-{model.direction}{suffix}.txt"
-            write_text(folder / name, trees.text)
-            entry["trees"][role] = {"file": name, "sha256": file_hash(folder / name), "inputs": list(trees.names)}
-    return entry
-
-
-def _load_model(folder: Path, entry: Mapping[str, Any]) -> OperationModel:
-    operation = OPERATIONS.get(entry["operation"])
-    if operation is None:
-        raise ValueError(f"operation {entry['operation']!r} is unknown to this version")
-    _check_names(operation, entry)
-    trees = {role: _load_trees(folder, item) for role, item in entry["trees"].items()}
-    return OperationModel(
-        operation=operation,
-        direction=entry["direction"],
-        parameters={name: item["value"] for name, item in entry["baseline"].items()},
-        seen=trees.get("seen"),
-        unseen=trees.get("unseen"),
-        shapes={
-            tuple(item["shape"]): {name: (low, high) for name, (low, high) in item["ranges"].items()}
-            for item in entry["shapes"]
-        },
-        empty_us=entry["empty_us"],
-        rows=entry["rows"],
-        flagged_rows=entry["flagged_rows"],
-        reasons=tuple(entry["reasons"]),
-        validation=entry["validation"],
-    )
-
-
-def _check_names(operation: Operation, entry: Mapping[str, Any]) -> None:
-    for what, stored, expected in (
-        ("features", list(entry["features"]), list(operation.features)),
-        ("shape", entry["shape"], list(operation.shape)),
-        ("baseline", list(entry["baseline"]), list(operation.parameters)),
-    ):
-        if stored != expected:
-            raise ValueError(f"{what} of {operation.name} are {stored}, this version has {expected}")
-
-
-def _load_trees(folder: Path, item: Mapping[str, Any]) -> Trees:
-    path = folder / item["file"]
-    if not path.is_file():
-        raise RoutePackError(f"Cost model {folder} lacks {item['file']}. Run `routepack fit` again.")
-    if file_hash(path) != item["sha256"]:
-        raise RoutePackError(f"{path} was changed after it was written. Run `routepack fit` again.")
-    return Trees(tuple(item["inputs"]), path.read_text(encoding="utf-8"))
 
 
 def _parity_arrays(parity: Mapping[str, HeldOut]) -> dict[str, np.ndarray]:

@@ -1,8 +1,9 @@
 """Grouped expert GEMMs (gate, up, SwiGLU, down) of one expert-parallel rank.
 
-Baseline: launch floor + smooth maximum of (arithmetic on rows padded to tiles, reading the active experts' weights, one
+Baseline: launch floor + smooth maximum of (reading the active experts' weights and arithmetic on tiles of rows, one
 tile's serial time) + rows gathered, scattered and activated, but never faster than the power limit allows + routing
-work over the tokens seen inside the timed region.
+work over the tokens seen inside the timed region. Reading and arithmetic add up: experts with few rows wait for their
+weights while hot ones compute. An expert's first tile costs less where it is not full (kernels choose smaller tiles).
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ FUSED_EXPERTS = 128
 
 
 def _baseline(c: Columns, p: Mapping[str, float]) -> np.ndarray:
-    hidden, inter, rows = c["hidden_size"], c["inter_size"], c["rows"]
-    # Rows of an expert are padded to the kernel's tile, of which part is skipped: a fitted mix of both.
-    padded = rows + p["padding_share"] * np.maximum(c["padded_rows"] - rows, 0.0)
-    padded = padded + p["hot_share"] * c["max_rows"]
-    compute = 6.0 * padded * hidden * inter / (p["compute_tflops"] * 1e6)
-    weights = 3.0 * ELEMENT_BYTES * c["active_experts"] * hidden * inter / (p["weight_gbps"] * 1e3)
+    hidden, inter, rows, active = c["hidden_size"], c["inter_size"], c["rows"], c["active_experts"]
+    # An exponent of at most 1: beyond, rows spread over more experts would be computed faster.
+    fill = np.minimum(rows / active / TILE_ROWS, 1.0) ** np.minimum(p["fill_power"], 1.0)
+    first = active * TILE_ROWS * fill
+    computed = first + np.maximum(c["padded_rows"] - active * TILE_ROWS, 0.0) + p["hot_share"] * c["max_rows"]
+    compute = 6.0 * computed * hidden * inter / (p["compute_tflops"] * 1e6)
+    weights = 3.0 * ELEMENT_BYTES * active * hidden * inter / (p["weight_gbps"] * 1e3)
     serial = p["serial_us"] * (hidden + inter) / 4096.0
     moved = rows * (p["row_ns"] + p["row_hidden_ns"] * hidden / 1024.0 + p["row_inter_ns"] * inter / 1024.0) / 1e3
-    burst = smooth_max(compute, weights, serial, sharpness=1.0 + p["sharpness"]) + moved
+    burst = smooth_max(compute + weights, serial, sharpness=3.0) + moved
     # Where arithmetic leaves no pauses, the power limit sets the rate, whatever the tensor cores could do for a while.
     sustained = compute * p["compute_tflops"] / p["sustained_tflops"]
     return _floor(c, p) + smooth_max(burst, sustained, sharpness=8.0) + _routing(c, p)
@@ -43,7 +45,7 @@ def _routing(c: Columns, p: Mapping[str, float]) -> np.ndarray:
 
 
 def _floor(c: Columns, p: Mapping[str, float]) -> np.ndarray:
-    return p["floor_us"] + p["expert_us"] * c["local_experts"]
+    return p["floor_us"] + p["hidden_us"] * c["hidden_size"] / 1024.0 + p["expert_us"] * c["local_experts"]
 
 
 def _derive(c: Columns) -> Columns:
@@ -64,6 +66,7 @@ def _derive(c: Columns) -> Columns:
         "log_hidden": np.log(hidden),
         "log_inter": np.log(inter),
         "log_tiles": np.log(c["padded_rows"] / TILE_ROWS * np.ceil(inter / 64.0)),
+        "extra_tiles": np.maximum(c["padded_rows"] / TILE_ROWS - active, 0.0) / active,
         "log_intensity": np.log(rows * hidden * inter / (active * hidden * inter + rows * (hidden + inter))),
         "log_weight_bytes": np.log(active * hidden * inter),
     }
@@ -87,24 +90,33 @@ EXPERTS = Operation(
     size=("router_tokens", "rows"),
     parameters={
         "floor_us": Parameter(20.0, "us"),
+        "hidden_us": Parameter(2.5, "us per 1024 hidden elements"),
         "expert_us": Parameter(0.05, "us per local expert"),
-        "compute_tflops": Parameter(800.0, "TFLOP/s", -1),
-        "sustained_tflops": Parameter(780.0, "TFLOP/s under the power limit", -1),
-        "padding_share": Parameter(0.7, "share of padded rows that cost like real ones", 0),
-        "hot_share": Parameter(0.02, "share of the hottest expert's rows that run alone", 0),
-        "weight_gbps": Parameter(4000.0, "GB/s", -1),
-        "serial_us": Parameter(5.0, "us per 4096 elements of depth"),
-        "row_ns": Parameter(1.0, "ns per row"),
+        "compute_tflops": Parameter(1200.0, "TFLOP/s", -1),  # of what reading the weights does not hide
+        "sustained_tflops": Parameter(850.0, "TFLOP/s under the power limit", -1),
+        "fill_power": Parameter(0.35, "exponent of the filled share of an expert's first tile", 0),
+        "hot_share": Parameter(0.1, "share of the hottest expert's rows that run alone", 0),
+        "weight_gbps": Parameter(4500.0, "GB/s", -1),
+        "serial_us": Parameter(1.0, "us per 4096 elements of depth"),
+        "row_ns": Parameter(3.0, "ns per row"),
         "row_hidden_ns": Parameter(2.5, "ns per row and 1024 hidden elements"),
         "row_inter_ns": Parameter(0.5, "ns per row and 1024 inner elements"),
-        "token_hidden_ns": Parameter(0.5, "ns per routed token and 1024 hidden elements"),
+        "token_hidden_ns": Parameter(0.7, "ns per routed token and 1024 hidden elements"),
         "unfused_ns": Parameter(12.0, "ns per routed token with 256 experts, beyond 128 experts"),
-        "unfused_us": Parameter(20.0, "us, beyond 128 experts"),
-        "sharpness": Parameter(2.0, "exponent of the smooth maximum, less 1", 0),
+        "unfused_us": Parameter(15.0, "us, beyond 128 experts"),
     },
     baseline=_baseline,
     derive=_derive,
     floor=_floor,
-    dimensionless=("rows_per_expert", "padding", "skew", "active_share", "log_tiles", "log_intensity", "ranks"),
+    dimensionless=(
+        "rows_per_expert",
+        "padding",
+        "skew",
+        "active_share",
+        "log_active",
+        "log_tiles",
+        "log_intensity",
+        "ranks",
+    ),
     zero_allowed=frozenset({"router_tokens"}),
 )

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from costmodels.cost_model import CostModel, tables_key
-from costmodels.features import Columns, Operation
+from costmodels.features import Columns, Operation, size_of
 from costmodels.freeze import freeze_tables, table_errors
+from costmodels.intervals import LEVEL, Intervals, calibrate, coverage
 from costmodels.operations import DIRECTIONS, OPERATIONS
 from costmodels.params import FitParams
-from costmodels.predictor import OperationModel, grow_trees, shape_ranges
+from costmodels.predictor import OperationModel, Overrides
+from costmodels.ranges import shape_ranges
+from costmodels.residual import Mix, fit_residual
 from costmodels.roofline import fit_baseline
-from costmodels.validation import HeldOut, hold_out
+from costmodels.transfer_fit import add_prior
+from costmodels.validation import LARGEST, LARGEST_GROUPS, SHAPES, SIZES, HeldOut, hold_out, size_groups, with_mixes
 from profiler import (
     DeviceFingerprint,
     Measurements,
@@ -37,8 +42,11 @@ def fit_cost_model(
     max_tokens: int,
     params: FitParams | None = None,
     observer: Observer | None = None,
+    priors: Sequence[CostModel] = (),
 ) -> CostModel:
     """Fit every operation that was measured, and freeze the tables of one model, topology and token cap.
+
+    ``priors`` are cost models of sibling GPUs: each operation takes the best of them where it lowers held-out errors.
 
     Raises
     ------
@@ -65,8 +73,13 @@ def fit_cost_model(
     observer.start("fit", len(present) + 1)
     for operation, direction, rows in present:
         model, held_out = fit_operation(operation, direction, rows, params)
-        flagged = sum(_flagged(batch, operation.name, direction) for batch in batches)
-        models[operation.name, direction] = replace(model, flagged_rows=flagged)
+        flagged = _usable(batches, operation.name, direction, flagged=True)
+        count = int(flagged["time_us"].size) if flagged else 0
+        overrides = Overrides.of(operation, flagged)
+        model = replace(model, flagged_rows=count, overrides=overrides)
+        if priors:
+            model, held_out = add_prior(model, held_out, rows, params, fingerprint, priors)
+        models[operation.name, direction] = model
         if held_out is not None:
             parity[f"{operation.name}_{direction}"] = held_out
         observer.advance("fit", f"{operation.name} {direction}")
@@ -89,52 +102,108 @@ def fit_operation(
     time_us = rows["time_us"]
     columns = {name: rows[name] for name in operation.features}
     parameters = fit_baseline(operation, columns, time_us, params)
-    derived = operation.derive(columns)
     target = np.log(time_us / operation.baseline(columns, parameters))
-    sizes = hold_out(operation, columns, time_us, parameters, "unseen sizes", params, alone=True)
-    shapes = hold_out(operation, columns, time_us, parameters, "unseen shapes", params) if operation.shape else None
-    validation = {held_out.split: held_out.report() for held_out in (sizes, shapes) if held_out is not None}
-    seen = unseen = None
+    found = {SIZES: hold_out(operation, columns, time_us, parameters, SIZES, params, alone=True)}
+    if operation.shape:
+        found[SHAPES] = hold_out(operation, columns, time_us, parameters, SHAPES, params)
+    found[LARGEST] = hold_out(operation, columns, time_us, parameters, LARGEST, params)
     reasons: list[str] = []
-    if _accepted(sizes, "unseen sizes", params, reasons):
-        seen = grow_trees(derived, tuple(derived), target, params)
-    if operation.shape and _accepted(shapes, "unseen shapes", params, reasons):
-        unseen = grow_trees(derived, operation.dimensionless, target, params, unseen=True)
+    mixes = _mixes(found, params, reasons)
+    if (sizes := found[SIZES]) is not None and "measured" in mixes:
+        found[SIZES] = with_mixes(sizes, mixes)
+    known = fit_residual(operation, columns, target, params, False, _members(mixes, unseen=False))
+    unseen = fit_residual(operation, columns, target, params, True, _members(mixes, unseen=True))
+    intervals, covered = _intervals(operation, columns, found)
     model = OperationModel(
-        operation=operation, direction=direction, parameters=parameters, seen=seen, unseen=unseen,
+        operation=operation, direction=direction, parameters=parameters, seen=known.trees, unseen=unseen.trees,
         shapes=shape_ranges(operation, columns), empty_us=empty_us, rows=int(time_us.size), reasons=tuple(reasons),
-        validation=validation,
+        validation={**{split: one.report() for split, one in found.items() if one is not None}, **covered},
+        smooth=known.smooth, unseen_smooth=unseen.smooth, curves=known.curves, mixes=mixes, intervals=intervals,
     )  # fmt: skip
-    return model, sizes
+    return model, found[SIZES]
+
+
+def _mixes(found: dict[str, HeldOut | None], params: FitParams, reasons: list[str]) -> dict[str, Mix]:
+    """Return what answers in each regime, by each split's own choice; nothing where a split refuses it."""
+    mixes: dict[str, Mix] = {}
+    sizes = found[SIZES]
+    if _accepted(sizes, SIZES, params, reasons):
+        assert sizes is not None
+        mixes |= sizes.mixes
+        mixes |= {"larger": mixes["measured"], "beyond": mixes["between"]}
+        largest = found[LARGEST]
+        if largest is None:
+            reasons.append(f"{LARGEST}: too few groups of sizes; what is best inside is used beyond too")
+        elif largest.useful():
+            mixes |= largest.mixes
+        else:
+            # The nearest residuals are no help farther out: physics alone from there on.
+            reasons.append(f"{LARGEST}: no residual was better than the baseline")
+            mixes |= {"larger": (), "beyond": ()}
+    if SHAPES in found and _accepted(shapes := found[SHAPES], SHAPES, params, reasons):
+        assert shapes is not None
+        mixes |= shapes.mixes
+    return mixes
+
+
+def _members(mixes: dict[str, Mix], unseen: bool) -> set[str]:
+    return {name for regime, mix in mixes.items() if (regime == "unseen") == unseen for name in mix}
+
+
+def _intervals(
+    operation: Operation, columns: Columns, found: dict[str, HeldOut | None]
+) -> tuple[Intervals | None, dict[str, Any]]:
+    """Return calibrated half-widths and what share of held-out rows they cover, for the report."""
+    sizes, shapes, largest = found[SIZES], found.get(SHAPES), found[LARGEST]
+    if sizes is None:
+        return None, {}
+    size, groups, error = size_of(operation, columns), size_groups(operation, columns), _log_error(sizes)
+    # Calibrated on sizes with smaller and larger ones on both sides: what "inside the timed range" means.
+    inside = (groups > groups.min()) & (groups < groups.max())
+    intervals = calibrate(size[inside], error[inside], None if shapes is None else _log_error(shapes))
+    if intervals is None:
+        return None, {}
+    inside_pct = coverage(size[inside], error[inside], groups[inside])
+    report: dict[str, Any] = {"level_pct": 100.0 * LEVEL, "rows": int(inside.sum())}
+    if inside_pct is not None:
+        report["inside_pct"] = round(100.0 * inside_pct, 1)
+    if largest is not None:
+        beyond = groups >= np.unique(groups)[-LARGEST_GROUPS]
+        everywhere = np.ones(int(beyond.sum()), dtype=bool)
+        half = np.log1p(intervals.half_widths(size[beyond], everywhere, everywhere))
+        report["largest_sizes_pct"] = round(100.0 * float((_log_error(largest) <= half).mean()), 1)
+    widths = 100.0 * intervals.half_widths(size, np.ones(size.size, dtype=bool), np.zeros(size.size, dtype=bool))
+    report["median_half_width_pct"] = round(float(np.median(widths)), 2)
+    return intervals, {"intervals": report}
+
+
+def _log_error(held_out: HeldOut) -> np.ndarray:
+    return np.asarray(np.abs(np.log(held_out.model_us / held_out.true_us)))
 
 
 def _accepted(held_out: HeldOut | None, split: str, params: FitParams, reasons: list[str]) -> bool:
     if held_out is None:
-        reasons.append(f"{split}: too few groups of rows to validate trees")
+        reasons.append(f"{split}: too few groups of rows to validate a residual")
     elif held_out.true_us.size < params.min_rows:
-        reasons.append(f"{split}: {held_out.true_us.size} rows, trees need {params.min_rows}")
+        reasons.append(f"{split}: {held_out.true_us.size} rows, a residual needs {params.min_rows}")
     elif not held_out.useful():
-        reasons.append(f"{split}: trees were constant or no better than the baseline")
+        reasons.append(f"{split}: the residual was constant or no better than the baseline")
     else:
         return True
     return False
 
 
-def _usable(batches: list[Measurements], name: str, direction: str) -> Columns:
-    """Return raw features and ``time_us`` of the good rows of one operation and direction; empty without any."""
+def _usable(batches: list[Measurements], name: str, direction: str, flagged: bool = False) -> Columns:
+    """Return raw features and ``time_us`` of the good (or the flagged) rows of one operation and direction, or {}."""
     operation = OPERATIONS[name]
-    parts = [batch.select(op=name, direction=direction, status="ok", flag="").rows for batch in batches]
+    chosen = [batch.select(op=name, direction=direction, status="ok").rows for batch in batches]
+    parts = [{column: values[(rows["flag"] != "") == flagged] for column, values in rows.items()} for rows in chosen]
     columns = {
         column: np.concatenate([np.asarray(part[column], dtype=np.float64) for part in parts])
         for column in (*operation.features, "time_us")
     }
     good = np.isfinite(columns["time_us"]) & (columns["time_us"] > 0)
     return {column: values[good] for column, values in columns.items()} if good.any() else {}
-
-
-def _flagged(batch: Measurements, name: str, direction: str) -> int:
-    rows = batch.select(op=name, direction=direction, status="ok").rows
-    return int((rows["flag"] != "").sum())
 
 
 def _split_empty(operation: Operation, rows: Columns) -> tuple[float | None, Columns]:

@@ -1,7 +1,9 @@
 """Freeze a cost model into integer-nanosecond tables for one model, topology and token cap.
 
 What every table means is said once, in :class:`costmodels.tables.StepTables`. Each is evaluated at all its nodes in one
-batch, then made non-decreasing by a running maximum: trees have steps, and a planner must never gain by adding work.
+batch, the tile steps of the baseline included, then made non-decreasing: trees have steps, and a planner must never
+gain by adding work. Where times fall, they are pooled (isotonic regression of their logs): a running maximum would
+carry every upward error of the trees to all larger sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ if TYPE_CHECKING:
     from costmodels.cost_model import CostModel
 
 TYPICAL_SKEW = 0.5
-"""Standard deviation of the log of an expert's load inside one rank; real ranks lie between 0.3 and 0.8."""
+"""Standard deviation of the log of an expert's load inside one rank.
+
+On real routes its median is 0.5 (fine-grained experts) to 1.1 (four experts a rank). One number stands for a rank's
+routing: against the model asked with the true counts of every expert, table look-ups of real ranks were 0.4 to 2.5 %
+off on average (95th percentile 1 to 7 %, where the trees of a shape that was never timed have steps), and the slowest
+ranks summed over the layers of a micro-step 0.2 to 0.8 %.
+"""
 
 
 @dataclass(frozen=True)
@@ -184,8 +192,28 @@ def _vectors(features: dict[str, int]) -> dict[str, np.ndarray]:
     return {name: np.array([value]) for name, value in features.items()}
 
 
+def never_falling(time_ns: np.ndarray) -> np.ndarray:
+    """Return the nearest non-decreasing times: stretches that fall are pooled to their geometric mean (of 1 + time)."""
+    means: list[float] = []
+    starts: list[int] = []
+    for place, value in enumerate(np.log1p(time_ns).tolist()):
+        mean, start = value, place
+        # Pool adjacent violators: a block that starts below the one before it joins it.
+        while means and means[-1] > mean:
+            held, first = place + 1 - start, starts.pop()
+            mean = (means.pop() * (start - first) + mean * held) / (place + 1 - first)
+            start = first
+        means.append(mean)
+        starts.append(start)
+    edges = np.array([*starts, time_ns.size], dtype=np.int64)
+    sizes = edges[1:] - edges[:-1]
+    # Times that stand alone keep their exact value.
+    return np.where(np.repeat(sizes, sizes) > 1, np.repeat(np.expm1(np.array(means)), sizes), time_ns)
+
+
 def _integer_table(time_ns: np.ndarray) -> np.ndarray:
-    return np.maximum.accumulate(np.rint(time_ns).astype(np.int64))
+    # The last rounding of a logarithm must not make a pooled block fall short of the time before it.
+    return np.maximum.accumulate(np.rint(never_falling(time_ns)).astype(np.int64))
 
 
 def freeze_tables(model: CostModel, spec: ModelSpec, topology: Topology, max_tokens: int, key: str) -> StepTables:

@@ -22,10 +22,14 @@ class FitParams:
     num_trees: int = 300
     num_leaves: int = 31
     learning_rate: float = 0.1
+    linear_trees: int = 80
+    """Trees with linear leaves, averaged with the others where rows are many."""
+    kernel_points: int = 800
+    """Centres of the smooth residual."""
     min_rows: int = 20
     """Fewer measured rows than this are priced by the physics baseline alone."""
     small_rows: int = 300
-    """Below this the trees have 8 leaves and are shrunk strongly."""
+    """Below this the trees have 8 leaves, and a Gaussian process stands beside or in place of them."""
     unseen_trees: int = 150
     """Trees of the model for shapes that were never timed."""
     baseline_rows: int = 4000
@@ -37,7 +41,8 @@ class FitParams:
 
     def __post_init__(self) -> None:
         for name, least in (("folds", 2), ("num_trees", 1), ("num_leaves", 2), ("min_rows", 10), ("small_rows", 0),
-                            ("unseen_trees", 1), ("baseline_rows", 20), ("seed", 0)):  # fmt: skip
+                            ("unseen_trees", 1), ("linear_trees", 1), ("kernel_points", 10), ("baseline_rows", 20),
+                            ("seed", 0)):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not value >= least:
                 raise ValueError(f"Expected {name} to be an integer >= {least}, got {value!r}.")

@@ -1,9 +1,9 @@
-"""The learned part: LightGBM on log(time / baseline), and what a prediction may rest on.
+"""The learned part: a residual on log(time / baseline), and what a prediction may rest on.
 
-One :class:`OperationModel` prices one operation in one direction. Known shapes use trees over all derived features,
-shapes that were never timed use trees over the dimensionless ones (validated on held-out shapes), or the physics
-baseline alone. Outside the timed sizes trees keep the residual of the nearest leaf, so that the baseline sets how time
-grows (a tree alone would answer a flat line), and the row is marked as extrapolated.
+One :class:`OperationModel` prices one operation in one direction. Which members of the residual answer in which regime
+(on a measured curve, between curves, beyond the timed sizes, in shapes never timed) was decided on held-out rows
+(:mod:`costmodels.residual`); where nothing beat the physics baseline, it answers alone. Every prediction says whether
+it lies outside what was timed, and how far it may be off.
 """
 
 from __future__ import annotations
@@ -15,60 +15,52 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, checked_columns
-from costmodels.params import FitParams
+from costmodels.curves import Curves
+from costmodels.features import Columns, Operation, checked_columns, size_of
+from costmodels.intervals import Intervals
+from costmodels.kernel import Kernel
+from costmodels.ranges import excess_octaves, known_families, shape_ranges
+from costmodels.residual import Mix, Residual, known_log_ratio, mean_of
+from costmodels.trees import Trees, grow_trees
+
+__all__ = ["OperationModel", "Overrides", "Trees", "grow_trees", "shape_ranges"]
+
+REGIMES = ("measured", "between", "larger", "beyond", "unseen")
+PLAIN_MIXES: Mapping[str, Mix] = dict.fromkeys(REGIMES, ("trees",))
+"""What answers where no choice was made."""
 
 
 @dataclass(frozen=True)
-class Trees:
-    """Hold a LightGBM model as text, with the names of its inputs in order."""
+class Overrides:
+    """Hold timed points that contradict their neighbours: real for the software they were timed with, never smooth.
 
-    names: tuple[str, ...]
-    text: str
+    They are no part of the fit; a caller that asks about exactly such a point may have the measured time instead.
+    """
+
+    features: np.ndarray
+    """[points, raw features in the operation's order], distinct."""
+    time_us: np.ndarray
+    """[points]: median of the times of a point."""
+
+    @classmethod
+    def of(cls, operation: Operation, columns: Columns) -> Overrides | None:
+        """Collect the points of rows with raw features and ``time_us``; None without any."""
+        if not columns or not columns["time_us"].size:
+            return None
+        points = np.stack([columns[name] for name in operation.features], axis=1)
+        distinct, inverse = np.unique(points, axis=0, return_inverse=True)
+        inverse = np.asarray(inverse).reshape(-1)
+        times = [float(np.median(columns["time_us"][inverse == place])) for place in range(len(distinct))]
+        return cls(distinct, np.array(times))
 
     @cached_property
-    def _booster(self) -> Any:
-        import lightgbm
-        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+    def _places(self) -> dict[tuple[float, ...], float]:
+        return dict(zip(map(tuple, self.features.tolist()), self.time_us.tolist(), strict=True))
 
-        # One thread: a forked child inherits no working thread pool, and LightGBM would wait for it for ever.
-        with threadpool_limits(1, user_api="openmp"):
-            return lightgbm.Booster(model_str=self.text)
-
-    def log_ratio(self, derived: Columns) -> np.ndarray:
-        """Return the log of time over baseline."""
-        matrix = np.stack([derived[name] for name in self.names], axis=1)
-        return np.asarray(self._booster.predict(matrix, num_threads=1), dtype=np.float64)
-
-
-def grow_trees(
-    derived: Columns, names: tuple[str, ...], target: np.ndarray, params: FitParams, unseen: bool = False
-) -> Trees:
-    """Fit trees to ``target`` (a log) by absolute error for known shapes, by Huber's loss for unseen ones."""
-    import lightgbm
-
-    rows, small = target.size, target.size < params.small_rows
-    settings: dict[str, Any] = {
-        "objective": "huber" if unseen else "l1",
-        "num_leaves": min(8 if small else params.num_leaves, max(2, rows // 4)),
-        "learning_rate": params.learning_rate / 2 if small else params.learning_rate,
-        # The library's default of 20 rows a leaf allows no split at all under 41 rows.
-        "min_data_in_leaf": max(3, min(10, rows // 20)),
-        "lambda_l2": 1.0 if small else 0.0,
-        "max_bin": 255,
-        "num_threads": 1,
-        "force_row_wise": True,
-        "deterministic": True,
-        "seed": params.seed,
-        "verbosity": -1,
-    }
-    if unseen:
-        settings["alpha"] = 0.2
-    trees = 60 if small else (params.unseen_trees if unseen else params.num_trees)
-    matrix = np.stack([derived[name] for name in names], axis=1)
-    data = lightgbm.Dataset(matrix, target, feature_name=list(names), params={"verbosity": -1, "num_threads": 1})
-    # What is used is what a file holds: predictions before saving equal those after loading to the bit.
-    return Trees(names, lightgbm.train(settings, data, trees).model_to_string())
+    def find_us(self, operation: Operation, columns: Columns) -> np.ndarray:
+        """Return the measured microseconds of every row that is such a point, NaN of the others."""
+        rows = np.stack([columns[name] for name in operation.features], axis=1).tolist()
+        return np.array([self._places.get(tuple(row), np.nan) for row in rows])
 
 
 @dataclass(frozen=True)
@@ -80,9 +72,9 @@ class OperationModel:
     parameters: Mapping[str, float]
     """Fitted parameters of the baseline."""
     seen: Trees | None
-    """Residual for shapes that were timed; None where it did not beat the baseline."""
+    """Trees for shapes that were timed; None where they are not used."""
     unseen: Trees | None
-    """Residual for shapes that were not timed; None where it did not beat the baseline."""
+    """Trees for shapes that were not timed; None where they are not used."""
     shapes: Mapping[tuple[int, ...], Mapping[str, tuple[float, float]]]
     """Timed shapes, each with the range of every size feature."""
     empty_us: float | None = None
@@ -91,29 +83,50 @@ class OperationModel:
     flagged_rows: int = 0
     """Rows left out because they contradict their neighbours."""
     reasons: tuple[str, ...] = ()
-    """Why trees were refused, where they were."""
+    """Why a residual was refused, where it was."""
     validation: dict[str, Any] = field(default_factory=dict)
+    smooth: Kernel | None = None
+    """Smooth residual for shapes that were timed."""
+    unseen_smooth: Kernel | None = None
+    """The same for shapes that were not."""
+    curves: Curves | None = None
+    """Residual along measured curves."""
+    mixes: Mapping[str, Mix] = field(default_factory=lambda: dict(PLAIN_MIXES))
+    """Members averaged in each regime."""
+    intervals: Intervals | None = None
+    """None where too few rows could be held out."""
+    overrides: Overrides | None = None
 
     @property
     def kind(self) -> str:
-        """``lightgbm`` where the learned residual is used, ``baseline`` where physics alone is."""
-        return "baseline" if self.seen is None else "lightgbm"
-
-    @cached_property
-    def _families(self) -> set[tuple[int, ...]]:
-        places = [self.operation.shape.index(name) for name in self.operation.family if name in self.operation.shape]
-        return {tuple(shape[place] for place in places) for shape in self.shapes}
+        """``lightgbm`` or ``smooth`` by what the residual rests on, ``baseline`` where physics alone is used."""
+        if self.seen is not None:
+            return "lightgbm"
+        return "baseline" if self.smooth is None and self.curves is None else "smooth"
 
     def predict_us(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return microseconds and, per row, whether it lies outside what was timed."""
         columns = checked_columns(self.operation, features)
         time_us = np.asarray(self.operation.baseline(columns, self.parameters), dtype=np.float64)
-        known = self._known_family(columns)
-        derived = self.operation.derive(columns)
-        for trees, mask in ((self.seen, known), (self.unseen, ~known)):
-            if trees is not None and mask.any():
-                time_us[mask] *= np.exp(trees.log_ratio({name: derived[name][mask] for name in trees.names}))
-        return time_us, self._outside(columns)
+        excess, outside = excess_octaves(self.operation, self.shapes, columns)
+        return time_us * np.exp(self._log_ratio(columns, self._known_family(columns), excess)), outside
+
+    def override_us(self, features: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the measured microseconds of points left out of the fit as inconsistent, NaN of all other rows."""
+        columns = checked_columns(self.operation, features)
+        rows = columns[self.operation.size[0]].size
+        return np.full(rows, np.nan) if self.overrides is None else self.overrides.find_us(self.operation, columns)
+
+    def half_width(self, features: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return every row's half-width h of the 90 % interval, which goes from time / (1 + h) to time * (1 + h).
+
+        NaN where too few rows could be held out to know.
+        """
+        columns = checked_columns(self.operation, features)
+        size = size_of(self.operation, columns)
+        if self.intervals is None:
+            return np.full(size.size, np.nan)
+        return self.intervals.half_widths(size, self._known_family(columns), self._outside(columns))
 
     def floor_us(self, features: Mapping[str, np.ndarray]) -> float:
         """Return the time of a call with nothing to do, for one shape."""
@@ -126,45 +139,26 @@ class OperationModel:
         """Return the timed range of every size feature of a shape, None if the shape was never timed."""
         return self.shapes.get(tuple(int(features[name]) for name in self.operation.shape))
 
+    def _log_ratio(self, columns: Columns, known: np.ndarray, excess: np.ndarray) -> np.ndarray:
+        total = np.zeros(known.size)
+        for seen, mask in ((True, known), (False, ~known)):
+            if not mask.any():
+                continue
+            part = {name: column[mask] for name, column in columns.items()}
+            derived, rows = self.operation.derive(part), int(mask.sum())
+            if seen:
+                wanted = {name for regime, mix in self.mixes.items() if regime != "unseen" for name in mix}
+                residual = Residual(self.seen, self.smooth, self.curves)
+                members = residual.members(self.operation, part, derived, wanted)
+                total[mask] = known_log_ratio(members, self.mixes, excess[mask])
+            else:
+                mix = self.mixes.get("unseen", ())
+                residual = Residual(self.unseen, self.unseen_smooth)
+                total[mask] = mean_of(residual.members(self.operation, part, derived, set(mix)), mix, rows)
+        return total
+
     def _known_family(self, columns: Columns) -> np.ndarray:
-        names = [name for name in self.operation.family if name in self.operation.shape]
-        shapes, inverse = _distinct(columns, names)
-        return np.array([shape in self._families for shape in shapes], dtype=bool)[inverse]
+        return known_families(self.operation, self.shapes, columns)
 
     def _outside(self, columns: Columns) -> np.ndarray:
-        shapes, inverse = _distinct(columns, self.operation.shape)
-        outside = np.zeros(inverse.size, dtype=bool)
-        for place, shape in enumerate(shapes):
-            mask = inverse == place
-            ranges = self.shapes.get(shape)
-            if ranges is None:
-                outside[mask] = True
-                continue
-            for name, (low, high) in ranges.items():
-                value = columns[name][mask]
-                outside[mask] |= (value < low) | (value > high)
-        return outside
-
-
-def _distinct(columns: Columns, names: tuple[str, ...] | list[str]) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Return the distinct shapes and every row's place among them."""
-    length = next(iter(columns.values())).size
-    if not names:
-        return [()], np.zeros(length, dtype=np.int64)
-    keys = np.stack([columns[name] for name in names], axis=1).astype(np.int64)
-    shapes, inverse = np.unique(keys, axis=0, return_inverse=True)
-    return [tuple(int(value) for value in shape) for shape in shapes], np.asarray(inverse).reshape(-1)
-
-
-def shape_ranges(operation: Operation, columns: Columns) -> dict[tuple[int, ...], dict[str, tuple[float, float]]]:
-    """Return every timed shape with the range of each size feature."""
-    shapes, inverse = _distinct(columns, operation.shape)
-    # Routing inside the timed region is an accident of how rows were timed, not a size of the work.
-    sizes = [name for name in operation.features if name not in operation.shape and name not in operation.zero_allowed]
-    return {
-        shape: {name: _range(columns[name][inverse == place]) for name in sizes} for place, shape in enumerate(shapes)
-    }
-
-
-def _range(values: np.ndarray) -> tuple[float, float]:
-    return float(values.min()), float(values.max())
+        return excess_octaves(self.operation, self.shapes, columns)[1]

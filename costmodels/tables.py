@@ -2,7 +2,7 @@
 
 A table holds a time at equally spaced nodes ``0, 1 << shift, 2 << shift ...``; between nodes it is linear, in integer
 arithmetic, so that a look-up costs a few instructions, equals itself on every machine, and differences are exact.
-Tables never fall (running maximum).
+Tables never fall (falling stretches are pooled when they are frozen).
 
 Shape suffixes: C attention classes, K nodes of a table (each table has its own number).
 

@@ -146,8 +146,10 @@ def _dense(raw: Columns) -> _Block:
 
 
 def _alltoall(raw: Columns) -> _Block:
-    raw = _keep(raw, np.isin(raw["nccl_dtype"], SIXTEEN_BIT) & (raw["op_name"] == "alltoall"))
-    features = {"bytes": raw["message_size"] * 2, "ranks": raw["num_gpus"]}
+    # A wire carries bytes: so many 8-bit elements take as long as half as many of 16 bits.
+    raw = _keep(raw, np.isin(raw["nccl_dtype"], (*SIXTEEN_BIT, "int8")) & (raw["op_name"] == "alltoall"))
+    width = np.where(raw["nccl_dtype"] == "int8", 1, 2)
+    features = {"bytes": raw["message_size"] * width, "ranks": raw["num_gpus"]}
     return _block(raw, "nccl_dtype", features, np.full(len(raw["latency"]), ""))
 
 

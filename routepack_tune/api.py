@@ -79,20 +79,35 @@ def profile(
 
 
 def fit(
-    measurements: Paths, config: Path | str, out: Path | str, observer: Observer | None = None
-) -> CostModel:  # fmt: skip
-    """Fit the cost model of ``config`` from one or several measurements; write the folder ``out``."""
-    from costmodels import fit_cost_model
+    measurements: Paths,
+    config: Path | str,
+    out: Path | str,
+    observer: Observer | None = None,
+    priors: Sequence[Path | str] = (),
+) -> CostModel:
+    """Fit the cost model of ``config`` from one or several measurements; write the folder ``out`` with its report.
+
+    ``priors`` are folders of cost models of sibling GPUs: few measurements are joined to the best of them.
+
+    The model is logged to MLflow and registered there as well; a store that is away is a warning.
+    """
+    from costmodels import CostModel, fit_cost_model
     from profiler import Measurements
+    from routepack_tune.fit_report import write_fit_report
+    from routepack_tune.fit_tracking import track_fit
+    from routepack_tune.tracking import tracking_uri
 
     settings = load_config(config)
     check_replaceable(out, COST_MODEL_FILE)
+    uri = tracking_uri(settings.tune.tracking_uri, out)
     folders = [measurements] if isinstance(measurements, (str, Path)) else list(measurements)
+    batches = [Measurements.load(folder) for folder in folders]
+    siblings = [CostModel.load(folder) for folder in priors]
     model = fit_cost_model(
-        [Measurements.load(folder) for folder in folders], settings.model, settings.topology,
-        settings.max_tokens_per_microbatch, settings.fit, observer,
-    )  # fmt: skip
+        batches, settings.model, settings.topology, settings.max_tokens_per_microbatch, settings.fit, observer, siblings
+    )
     model.save(out)
+    track_fit(model, out, write_fit_report(model, batches, out), uri, settings.tune.experiment)
     return model
 
 

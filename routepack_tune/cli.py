@@ -50,10 +50,13 @@ def fit(
     measurements: Annotated[list[Path], typer.Argument(help="Folder(s) that `routepack profile` wrote.")],
     config: ConfigOption,
     out: Annotated[Path, typer.Option(help="Folder of the cost model.")],
+    prior: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="Cost model of a sibling GPU; may be given several times.")
+    ] = None,
 ) -> None:
     """Learn times of any size from measurements and freeze them into tables."""
     with ProgressBars() as bars:
-        model = api.fit(measurements, config, out, observer=bars)
+        model = api.fit(measurements, config, out, observer=bars, priors=prior or ())
     print(summaries.cost_model_summary(model, out))
 
 

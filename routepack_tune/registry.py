@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experi
     try:
         mlflow = quiet_mlflow()
         client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-        with _tracking_at(mlflow, uri):
+        with tracking_at(mlflow, uri):
             mlflow.set_experiment(experiment)
             # MLflow announces every registration on stderr; the verb prints its own line.
             with contextlib.redirect_stderr(io.StringIO()), mlflow.start_run(run_id=run_id or None):
@@ -68,13 +69,23 @@ def download_bundle(model_uri: str) -> Path:
 
 
 @contextlib.contextmanager
-def _tracking_at(mlflow: Any, uri: str) -> Iterator[None]:
-    """Point MLflow's process-wide URIs at ``uri`` and put them back: callers have their own."""
-    tracking, registry = mlflow.get_tracking_uri(), mlflow.get_registry_uri()
+def tracking_at(mlflow: Any, uri: str) -> Iterator[None]:
+    """Point MLflow's process-wide URIs at ``uri`` and put them back: callers have their own.
+
+    MLflow also writes them into the environment, where later verbs of this process (and children) would read them.
+    """
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    before = {name: os.environ.get(name) for name in names}
+    own = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     try:
         yield
     finally:
-        mlflow.set_tracking_uri(tracking)
-        mlflow.set_registry_uri(registry)
+        # What the environment says needs no second place that would outlive a change of it.
+        mlflow.set_tracking_uri(None if own == before[names[0]] else own)
+        mlflow.set_registry_uri(None)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -90,19 +90,24 @@ def write_report(path: Path | str, report: Report) -> Path:
 def render(report: Report) -> str:
     """Return the page."""
     sections = [
-        _section("Predicted step time", report.marks.get("times", "predicted"), _times(report)),
-        _section("Load of the expert-parallel ranks", report.marks.get("load", "predicted"), _loads(report)),
-        _section("Tuning", report.marks.get("tuning", "predicted"), _tuning(report.history)),
-        _section("How well the times are known", report.marks.get("parity", ""), _parities(report.parities)),
-        _section("What to keep in mind", "", _list(report.notes)),
-        _section("Where it comes from", "", _facts(report.facts)),
+        section("Predicted step time", report.marks.get("times", "predicted"), _times(report)),
+        section("Load of the expert-parallel ranks", report.marks.get("load", "predicted"), _loads(report)),
+        section("Tuning", report.marks.get("tuning", "predicted"), _tuning(report.history)),
+        section("How well the times are known", report.marks.get("parity", ""), _parities(report.parities)),
+        section("What to keep in mind", "", _list(report.notes)),
+        section("Where it comes from", "", _facts(report.facts)),
     ]
+    return page(report.title, report.subtitle, f"{_cards(report.outcomes)}\n{''.join(sections)}")
+
+
+def page(title: str, subtitle: str, body: str) -> str:
+    """Return a whole page in the project's style that loads nothing."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(report.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f'<h1>{html.escape(report.title)}</h1>\n<p class="soft">{html.escape(report.subtitle)}</p>\n'
-        f"{_cards(report.outcomes)}\n{''.join(sections)}</main>\n</body>\n</html>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f'<h1>{html.escape(title)}</h1>\n<p class="soft">{html.escape(subtitle)}</p>\n'
+        f"{body}</main>\n</body>\n</html>\n"
     )
 
 
@@ -143,7 +148,8 @@ def _cards(outcomes: Sequence[Outcome]) -> str:
     return f'<div class="cards">{"".join(shown)}</div>'
 
 
-def _section(title: str, mark: str, body: str) -> str:
+def section(title: str, mark: str, body: str) -> str:
+    """Return one card of the page with a badge that says what it rests on; nothing where there is nothing to show."""
     badge = f'<span class="mark">{html.escape(mark)}</span>' if mark else ""
     return f"<section>\n<h2>{html.escape(title)}{badge}</h2>\n{body}\n</section>\n" if body else ""
 

@@ -37,16 +37,14 @@ def measurements_summary(measurements: Measurements, out: Path) -> str:
 
 def cost_model_summary(model: CostModel, out: Path) -> str:
     """Say how far predictions of unseen cases are off, and what is assumed."""
-    lines = [f"Cost model: {out}"]
+    from routepack_tune.fit_report import REPORT_FILE, error_table
+
+    lines = [f"Cost model: {out}", *(f"  {line}" for line in error_table(model.validation))]
     for name, found in model.validation.items():
-        errors = [
-            f"{split}: median error {report['model']['median_pct']:.1f}%"
-            for split, report in found.items()
-            if isinstance(report, Mapping) and "median_pct" in report.get("model", {})
-        ]
-        if errors:
-            lines.append(f"  {name}: {'; '.join(errors)}")
+        lines += [f"  {name}: {reason}" for reason in found.get("reasons", ())]
     lines += [f"  note: {note}" for note in (model.tables.notes if model.tables is not None else ())]
+    if (out / REPORT_FILE).is_file():
+        lines.append(f"  pictures: {out / REPORT_FILE}")
     return "\n".join(lines)
 
 

@@ -73,6 +73,20 @@ def own_uri(folder: Path | str) -> str:
     return f"sqlite:///{(Path(folder).resolve() / DATABASE).as_posix()}"
 
 
+def find_or_make_experiment(client: Any, name: str, folder: Path, uri: str) -> str:
+    """Return the id of an experiment; the default store inside ``folder`` gets an artifact folder beside it."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        location = (folder.resolve() / ARTIFACTS).as_uri() if uri == own_uri(folder) else None
+        try:
+            return str(client.create_experiment(name, artifact_location=location))
+        except Exception:  # another process made it between the two calls
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return str(found.experiment_id)
+
+
 class StudyTracker(TrialObserver):
     """Receive a study's events and write them to MLflow.
 
@@ -154,7 +168,7 @@ class StudyTracker(TrialObserver):
     def _open(self) -> None:
         mlflow = quiet_mlflow()
         self._client = self._client or mlflow.MlflowClient(tracking_uri=self.uri)
-        self._experiment_id = self._find_or_make_experiment()
+        self._experiment_id = find_or_make_experiment(self._client, self.experiment, self.folder, self.uri)
         found = self._client.search_runs(
             [self._experiment_id], f"tags.`{STUDY}` = '{self.study_name}' and tags.`{KIND}` = 'study'", max_results=1
         )
@@ -167,20 +181,6 @@ class StudyTracker(TrialObserver):
         self.run_id = found[0].info.run_id
         self._client.update_run(self.run_id, status="RUNNING")
         self._find_trials()
-
-    def _find_or_make_experiment(self) -> str:
-        """Return the experiment's id; the default store gets an artifact folder of its own."""
-        found = self._client.get_experiment_by_name(self.experiment)
-        if found is None:
-            own = self.uri == own_uri(self.folder)
-            location = (self.folder.resolve() / ARTIFACTS).as_uri() if own else None
-            try:
-                return str(self._client.create_experiment(self.experiment, artifact_location=location))
-            except Exception:  # another process made it between the two calls
-                found = self._client.get_experiment_by_name(self.experiment)
-                if found is None:
-                    raise
-        return str(found.experiment_id)
 
     def _find_trials(self) -> None:
         """Learn which trials were sent; a run without a state was cut short and is written again."""
@@ -228,18 +228,25 @@ class StudyTracker(TrialObserver):
         self, run_id: str, params: Mapping[str, Any], metrics: Mapping[str, float], tags: Mapping[str, str]
     ) -> None:
         """Write everything of a run in one call."""
-        from mlflow.entities import Metric, Param, RunTag
+        log_batch(self._client, run_id, params, metrics, tags)
 
-        now_ms = int(time.time() * 1000)
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        broken = {f"not_a_metric.{name}": repr(value) for name, value in metrics.items() if name not in finite}
-        texts = {name: text for name, text in {**tags, **broken}.items() if text}
-        self._client.log_batch(
-            run_id,
-            metrics=[Metric(_key(name), float(value), now_ms, 0) for name, value in finite.items()],
-            params=[Param(_key(name), _short(value)) for name, value in params.items()],
-            tags=[RunTag(_key(name), _short(text)) for name, text in texts.items()],
-        )
+
+def log_batch(
+    client: Any, run_id: str, params: Mapping[str, Any], metrics: Mapping[str, float], tags: Mapping[str, str]
+) -> None:
+    """Write parameters, metrics and tags of a run in one call; a number that is not finite becomes a tag."""
+    from mlflow.entities import Metric, Param, RunTag
+
+    now_ms = int(time.time() * 1000)
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    broken = {f"not_a_metric.{name}": repr(value) for name, value in metrics.items() if name not in finite}
+    texts = {name: text for name, text in {**tags, **broken}.items() if text}
+    client.log_batch(
+        run_id,
+        metrics=[Metric(_key(name), float(value), now_ms, 0) for name, value in finite.items()],
+        params=[Param(_key(name), _short(value)) for name, value in params.items()],
+        tags=[RunTag(_key(name), _short(text)) for name, text in texts.items()],
+    )
 
 
 def outcome_metrics(summary: Mapping[str, Any]) -> dict[str, float]:

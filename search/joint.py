@@ -32,7 +32,7 @@ from search.seeds import equalised, pack_balanced, pack_staircase
 from search.stop import StopCriterion, with_budget
 
 SEEDS = (pack_balanced, pack_staircase)
-START_SPREAD = 10.0
+START_SPREAD = 4.0
 """Every further chain starts so many times hotter: rugged instances want heat, smooth ones do not."""
 LATE = 1.1
 """Progress beyond which a chain takes no further placement: a wall-clock budget is long spent."""
@@ -203,7 +203,7 @@ class _Chain:
             self.problem, pack_costs(self.problem, rank_LE), cell_of, num_rows, seed_state(seed, number, 1),
             self.bound_ns,
         )  # fmt: skip
-        hot = params.hot_temperature * START_SPREAD**number
+        hot = params.hot_temperature * START_SPREAD**number * chain.roughness(params)
         for turn in range(params.alternations):
             last = turn == params.alternations - 1
             share = params.first_share + (1 - params.first_share) * turn / max(1, params.alternations - 1)

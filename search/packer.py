@@ -12,14 +12,15 @@ from collections.abc import Callable
 import numpy as np
 
 from search.load_kernels import sample_rank_rows
-from search.packing_kernels import PackCosts, PackState, fill_state, objective
+from search.packing_kernels import fill_state, objective
 from search.packing_moves import anneal
+from search.packing_state import PackCosts, PackState
 from search.params import PlannerParams
 from search.problem import Problem
 
 LEG_PROPOSALS = 4096
 """Proposals at one temperature between two looks at the budget."""
-AMPLE = 600
+AMPLE = 200
 """Proposals a sample from which on a chain starts as hot as it is told; with fewer it could not cool what it stirs."""
 
 
@@ -27,11 +28,12 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
     """Return the kernels' constants for a placement (rank of each expert, [L, E])."""
     topology, tables = problem.topology, problem.tables
     order = np.argsort(problem.lengths, kind="stable")
+    nothing = np.zeros((1, problem.sequence_ns.shape[1]), np.int64)
     return PackCosts(
         order=order,
         lengths=problem.lengths[order],
         loads=_narrow(sample_rank_rows(problem.counts, order, rank_LE, problem.num_ranks)),
-        sequence_ns=np.append(problem.sequence_ns[order], np.zeros((1, problem.sequence_ns.shape[1]), np.int64), axis=0),
+        sequence_ns=np.append(problem.sequence_ns[order], nothing, axis=0),
         cell_ns=problem.cell_ns,
         exchange_ns=problem.exchange_ns,
         layer_ns=np.concatenate([problem.expert_ns + problem.exchange_ns, problem.expert_ns]),
@@ -44,6 +46,7 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
 
 
 def _narrow(loads: np.ndarray) -> np.ndarray:
+    """Return loads as 16-bit numbers where they fit: half the memory to read per proposal."""
     return loads.astype(np.uint16) if loads.max(initial=0) < 1 << 16 else loads
 
 
@@ -85,9 +88,8 @@ class PackChain:
     ) -> None:
         self.problem, self.num_rows, self.rng, self.bound_ns = problem, num_rows, rng, bound_ns
         self.best_cell_of = cell_of
-        self.proposals = 0
-        self.idle = 0
-        self.priced = 0
+        self.proposals = self.idle = self.priced = 0
+        self._refused = np.zeros(LEG_PROPOSALS // 2, np.int64)
         self.load(costs)
 
     def load(self, costs: PackCosts) -> None:
@@ -118,6 +120,37 @@ class PackChain:
         self.state.cell_of[:] = self._best_cells
         fill_state(self.costs, self.state)
 
+    def roughness(self, params: PlannerParams) -> float:
+        """Make a cold leg; return the lowest decile of the prices it refused, as a share of a unit's mean time.
+
+        That is how high the steps are that annealing must climb: it differs tenfold between workloads.
+        """
+        temperature = int(2 * self._mean_ns() * params.cold_temperature)
+        self._anneal(temperature, LEG_PROPOSALS, self._limits(params))
+        prices = np.sort(self._refused[self._refused > 0])
+        return float(prices[len(prices) // 10]) / (2 * self._mean_ns()) if len(prices) else 0.0
+
+    def _anneal(self, temperature_ns: int, proposals: int, limits: np.ndarray) -> None:
+        before = int(self.best[0])
+        priced, _ = anneal(
+            self.costs, self.state, self._best_cells, self.rng, temperature_ns, proposals, limits, self.best,
+            self._refused,
+        )  # fmt: skip
+        self.proposals += proposals
+        self.priced += priced
+        self.idle = 0 if self.best[0] < before else self.idle + proposals
+
+    def _mean_ns(self) -> int:
+        units_ns = self.state.unit_ns
+        return int(units_ns.sum()) // len(units_ns) * (1 + (self.problem.num_blocks > 1))
+
+    def _limits(self, params: PlannerParams) -> np.ndarray:
+        shares = (
+            params.relocate_share, params.similar_share, params.within_share, params.two_share, params.cell_share,
+        )  # fmt: skip
+        same_slot = self.problem.num_slots if self.problem.equal_samples else 0
+        return np.array([self.problem.max_tokens, *(round(1024 * s) for s in shares), same_slot], np.int64)
+
     def run(
         self,
         params: PlannerParams,
@@ -128,27 +161,18 @@ class PackChain:
     ) -> None:
         """Anneal from ``hot`` to the cold temperature (shares of a unit's mean time) until ``progress`` says
         ``until``."""
-        mean_ns = int(self.state.unit_ns.sum()) // len(self.state.unit_ns) * (1 + (self.problem.num_blocks > 1))
-        shares = (
-            params.relocate_share, params.similar_share, params.within_share, params.two_share, params.cell_share,
-        )  # fmt: skip
-        same_slot = self.problem.num_slots if self.problem.equal_samples else 0
-        limits = np.array([self.problem.max_tokens, *(round(1024 * s) for s in shares), same_slot], np.int64)
+        mean_ns, limits = self._mean_ns(), self._limits(params)
         begin = progress(self.proposals, self.idle, self.gap)
         cold = min(hot, params.cold_temperature) or 1e-12
         legs = 0
         while (now := progress(self.proposals, self.idle, self.gap)) < until:
-            before = int(self.best[0])
             if legs == 1 and now > begin:  # the first leg, cold, shows how many proposals the budget holds
                 planned = leg * (until - begin) / (now - begin)
                 hot = max(cold, hot * min(1.0, planned / (AMPLE * self.problem.num_samples)) ** 2)
             legs += 1
             share = (now - begin) / (until - begin) if legs > 1 else 1.0
             temperature = int(mean_ns * 2 * hot * (cold / hot) ** share) if hot > 0 else 0
-            priced, _ = anneal(self.costs, self.state, self._best_cells, self.rng, temperature, leg, limits, self.best)
-            self.proposals += leg
-            self.idle = 0 if self.best[0] < before else self.idle + leg
-            self.priced += priced
+            self._anneal(temperature, leg, limits)
         self.best_cell_of = np.empty_like(self._best_cells)
         self.best_cell_of[self.costs.order] = self._best_cells
         self.restart()

@@ -1,9 +1,10 @@
 """Numba kernels that change a packing and know exactly what the change costs.
 
 A *group* is the cells of one (row, EP block): their ranks exchange tokens with one another. A *unit* is what waits as
-one: a group, or all groups of a row where blocks are coupled layer by layer (FSDP). ``PackState`` keeps the routed rows
-of every group's EP ranks; a proposal changes two cells, hence at most two groups, and its delta is the difference of
-their units' costs, integer nanoseconds, equal to re-evaluating the whole plan.
+one: a group, or all groups of a row where blocks are coupled layer by layer (FSDP). ``PackState`` (with the other
+arrays in ``search/packing_state.py``) keeps the routed rows of every group's EP ranks; a proposal changes two cells,
+hence at most two groups, and its delta is the difference of their units' costs, integer nanoseconds, equal to
+re-evaluating the whole plan.
 
 Every move is an exchange between two cells a and b: samples leave each for the other. ``Move`` holds what that changes:
 ``diff`` [P, L] rows, tokens and core time that cell a gains and cell b loses. Relocation, swap, two for one and the
@@ -21,57 +22,20 @@ To add a move see ``search/packing_moves.py``: pricing and applying are shared.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import njit
 
 from costmodels import lookup_ns
-
-
-class PackCosts(NamedTuple):
-    """Hold what does not change while packing: samples, their loads under the placement, and tables."""
-
-    order: np.ndarray  # [N] int64, the problem's samples from short to long: a sample's number here is its place
-    lengths: np.ndarray  # [N] int64, ascending
-    loads: np.ndarray  # [N + 1, P, L] uint16 or int32, routed rows of each sample on each EP rank; zeros last: sample -1 is none
-    sequence_ns: np.ndarray  # [N + 1, C] int64, likewise
-    cell_ns: np.ndarray  # [C, K] int64
-    exchange_ns: np.ndarray  # [K] int64, dispatch and combine of one MoE layer
-    layer_ns: np.ndarray  # [2 K] int64, experts and exchange, then experts alone
-    scalars: np.ndarray  # [8] int64: see S_* below
-
-
-S_TOKENS_SHIFT, S_ROWS_SHIFT, S_SENT_NUM, S_SENT_DEN, S_GROUP_CELLS, S_UNIT_GROUPS, S_BLOCKS, S_FIXED = range(8)
-
-
-class PackState(NamedTuple):
-    """Hold one packing and everything derived from it."""
-
-    cell_of: np.ndarray  # [N] int64
-    members: np.ndarray  # [D, N'] int64, first cell_count[d] entries valid
-    place_of: np.ndarray  # [N] int64, index inside members
-    cell_count: np.ndarray  # [D] int64
-    cell_tokens: np.ndarray  # [D] int64
-    core_ns: np.ndarray  # [D, C] int64, sum of sequence_ns
-    cell_ns: np.ndarray  # [C, D] int64, attention of each cell: core and dense work
-    group_rows: np.ndarray  # [G, P, L] int32
-    group_peak: np.ndarray  # [G, L] int32, rows of the hottest rank
-    group_hot: np.ndarray  # [G, L] int32, the hottest rank
-    unit_ns: np.ndarray  # [U] int64
-    unit_experts: np.ndarray  # [U, 3] int64: experts' time, rows sent, rows of the least hot layer's slowest rank
-    block_ns: np.ndarray  # [B] int64
-
-
-class Move(NamedTuple):
-    """Hold a proposal: samples that leave two cells for one another, and what cell a gains (and b loses) by it."""
-
-    cells: np.ndarray  # [2] int64: cells a and b; a is -1 where the draw does not fit
-    samples: np.ndarray  # [4] int64: two that leave a, two that leave b, -1 for none; -2 first: whole cells
-    diff: np.ndarray  # [P, L] int32, rows
-    core: np.ndarray  # [C] int64, core time
-    tokens: np.ndarray  # [1] int64
-    peak: np.ndarray  # [L] int32, scratch
+from search.packing_state import (
+    S_BLOCKS,
+    S_FIXED,
+    S_GROUP_CELLS,
+    S_ROWS_SHIFT,
+    S_SENT_DEN,
+    S_SENT_NUM,
+    S_TOKENS_SHIFT,
+    S_UNIT_GROUPS,
+)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -177,32 +141,6 @@ def _objective_delta(state, blocks, block_a, delta_a, block_b, delta_b):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def move_delta_ns(costs, state, move):
-    """Return the change of the objective by a move that keeps the cap.
-
-    Inside one group the loads of ranks stay as they are, so that only attention is priced.
-    """
-    cells, groups, blocks = costs.scalars[S_GROUP_CELLS], costs.scalars[S_UNIT_GROUPS], costs.scalars[S_BLOCKS]
-    group_a, group_b = move.cells[0] // cells, move.cells[1] // cells
-    unit_a, unit_b = group_a // groups, group_b // groups
-    attention, most = _changed_attention_ns(costs, state, move, unit_a)
-    sent = sent_rows(costs, most)
-    if group_a == group_b:
-        experts, old_sent, least = state.unit_experts[unit_a]
-        if sent != old_sent and max(sent, old_sent) > least:
-            experts = _peaks_ns(costs, _unit_peak(costs, state, unit_a, move.peak), sent)
-    else:
-        experts = _changed_experts_ns(costs, state, move, unit_a, sent)
-    delta_a = attention + experts + costs.scalars[S_FIXED] - state.unit_ns[unit_a]
-    if unit_a == unit_b:
-        return _objective_delta(state, blocks, unit_a % blocks, delta_a, np.int64(-1), np.int64(0))
-    attention, most = _changed_attention_ns(costs, state, move, unit_b)
-    experts = _changed_experts_ns(costs, state, move, unit_b, sent_rows(costs, most))
-    delta_b = attention + experts + costs.scalars[S_FIXED] - state.unit_ns[unit_b]
-    return _objective_delta(state, blocks, unit_a % blocks, delta_a, unit_b % blocks, delta_b)
-
-
-@njit(cache=True, nogil=True, inline="always")
 def _least_experts_ns(costs, state, group, gained, lost, sent):
     """Bound from below the time of a group's MoE layers after it gains one sample and loses another.
 
@@ -220,35 +158,47 @@ def _least_experts_ns(costs, state, group, gained, lost, sent):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def exchange_delta_ns(costs, state, move, threshold):
-    """Return the change of the objective by an exchange of one sample for one or none, exact up to ``threshold``.
+def move_delta_ns(costs, state, move, threshold, filled):
+    """Return the change of the objective by a move that keeps the cap, exact up to ``threshold``.
 
-    Above it any number above it may be returned. Most proposals of a cold search cost more than they may, and are told
-    by their attention and the ranks that are hottest now: ``move.diff`` is filled only for the others.
+    Above it any number above it may be returned: most exchanges of a cold search cost more than they may, and are told
+    by their attention and the ranks that are hottest now, so that ``move.diff`` is filled only for the others. Moves of
+    more samples come ``filled`` and are always priced whole. Inside one group the loads of ranks stay as they are, so
+    that only attention is priced.
     """
-    cells, blocks, fixed = costs.scalars[S_GROUP_CELLS], costs.scalars[S_BLOCKS], costs.scalars[S_FIXED]
-    unit_a, unit_b = move.cells[0] // cells, move.cells[1] // cells
-    if unit_a == unit_b or costs.scalars[S_UNIT_GROUPS] > 1:
+    cells, groups, blocks = costs.scalars[S_GROUP_CELLS], costs.scalars[S_UNIT_GROUPS], costs.scalars[S_BLOCKS]
+    group_a, group_b = move.cells[0] // cells, move.cells[1] // cells
+    unit_a, unit_b = group_a // groups, group_b // groups
+    attention, most = _changed_attention_ns(costs, state, move, unit_a)
+    sent_a, sent_b = sent_rows(costs, most), np.int64(0)
+    delta_a = attention + costs.scalars[S_FIXED] - state.unit_ns[unit_a]
+    delta_b = np.int64(0)
+    if group_a == group_b:
+        experts, old_sent, least = state.unit_experts[unit_a]
+        if sent_a != old_sent and max(sent_a, old_sent) > least:
+            experts = _peaks_ns(costs, _unit_peak(costs, state, unit_a, move.peak), sent_a)
+        return _objective_delta(state, blocks, unit_a % blocks, delta_a + experts, np.int64(-1), delta_b)
+    block_a, block_b = unit_a % blocks, np.int64(-1)
+    if unit_a != unit_b:
+        attention, most = _changed_attention_ns(costs, state, move, unit_b)
+        sent_b, block_b = sent_rows(costs, most), unit_b % blocks
+        delta_b = attention + costs.scalars[S_FIXED] - state.unit_ns[unit_b]
+    if not filled:
+        if groups == 1:
+            i, j = move.samples[0], move.samples[2]
+            least_a = delta_a + _least_experts_ns(costs, state, unit_a, j, i, sent_a)
+            least_b = delta_b + _least_experts_ns(costs, state, unit_b, i, j, sent_b)
+            least = _objective_delta(state, blocks, block_a, least_a, block_b, least_b)
+            if least > threshold:
+                return least
         fill_rows(costs, move)
-        return move_delta_ns(costs, state, move)
-    attention_a, most = _changed_attention_ns(costs, state, move, unit_a)
-    sent_a = sent_rows(costs, most)
-    attention_b, most = _changed_attention_ns(costs, state, move, unit_b)
-    sent_b = sent_rows(costs, most)
-    delta_a = attention_a + fixed - state.unit_ns[unit_a]
-    delta_b = attention_b + fixed - state.unit_ns[unit_b]
-    i, j = move.samples[0], move.samples[2]
-    least = _objective_delta(
-        state, blocks,
-        unit_a % blocks, delta_a + _least_experts_ns(costs, state, unit_a, j, i, sent_a),
-        unit_b % blocks, delta_b + _least_experts_ns(costs, state, unit_b, i, j, sent_b),
-    )  # fmt: skip
-    if least > threshold:
-        return least
-    fill_rows(costs, move)
-    delta_a += _changed_experts_ns(costs, state, move, unit_a, sent_a)
-    delta_b += _changed_experts_ns(costs, state, move, unit_b, sent_b)
-    return _objective_delta(state, blocks, unit_a % blocks, delta_a, unit_b % blocks, delta_b)
+    for k in range(1 if unit_a == unit_b else 2):
+        experts = _changed_experts_ns(costs, state, move, unit_a if k == 0 else unit_b, sent_a if k == 0 else sent_b)
+        if k == 0:
+            delta_a += experts
+        else:
+            delta_b += experts
+    return _objective_delta(state, blocks, block_a, delta_a, block_b, delta_b)
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from search.packing_kernels import S_GROUP_CELLS, Move, exchange_delta_ns, move_apply, move_delta_ns, objective
+from search.packing_kernels import move_apply, move_delta_ns, objective
+from search.packing_state import S_GROUP_CELLS, Move
 from search.random_bits import random_below, random_threshold
 
 RELOCATE, SIMILAR, WITHIN, TWO, CELLS = range(1, 6)
@@ -172,9 +173,10 @@ def fill_exchange(costs, move, source, i, j, target):
 
 
 @njit(cache=True, nogil=True)
-def anneal(costs, state, best_cell_of, rng, temperature_ns, proposals, limits, best):
+def anneal(costs, state, best_cell_of, rng, temperature_ns, proposals, limits, best, refused):
     """Make ``proposals`` draws at one temperature; keep the best packing seen in ``best_cell_of`` and ``best`` [1].
 
+    ``refused`` [any] takes the last prices (or lower bounds of them) that were too high.
     ``limits`` [7] holds the cap, the shares of moves and the equal-count mode (see RELOCATE, SAME_SLOT). Returns (moves
     priced, moves made).
     """
@@ -198,8 +200,6 @@ def anneal(costs, state, best_cell_of, rng, temperature_ns, proposals, limits, b
                 propose_cells(costs, state, move, limits, rng)
             if move.cells[0] < 0:
                 continue
-            priced += 1
-            delta = move_delta_ns(costs, state, move)
         else:
             if tries == 0:
                 drawn, tries = random_below(rng, lengths.size), TRIES
@@ -208,9 +208,10 @@ def anneal(costs, state, best_cell_of, rng, temperature_ns, proposals, limits, b
             if i < 0:
                 continue
             fill_exchange(costs, move, cell_of[i], i, j, target)
-            priced += 1
-            delta = exchange_delta_ns(costs, state, move, affordable)
+        priced += 1
+        delta = move_delta_ns(costs, state, move, affordable, kind < special)
         if delta > affordable:
+            refused[(priced - made) % refused.size] = delta
             continue
         move_apply(costs, state, move)
         made += 1

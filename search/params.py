@@ -19,19 +19,19 @@ class PlannerParams:
     """Share of a chain's budget spent before its first row-aware placement."""
     extra_rows: int = 6
     """Rows above the least number that are tried."""
-    hot_temperature: float = 1e-3
-    """First annealing temperature, as a share of the mean time of a (row, block)."""
-    cold_temperature: float = 1e-5
-    """Last annealing temperature, likewise."""
+    hot_temperature: float = 30.0
+    """First annealing temperature, in units of the lowest decile of the prices a cold leg refuses."""
+    cold_temperature: float = 2e-5
+    """Last annealing temperature, as a share of the mean time of a (row, block)."""
     relocate_share: float = 0.15
     """Share of proposals that move one sample instead of swapping two."""
     similar_share: float = 0.5
     """Share of proposals that swap samples of similar length."""
-    within_share: float = 0.3
+    within_share: float = 0.15
     """Share of proposals between cells of one row and block, which are cheap; drawn before the others."""
-    two_share: float = 0.02
+    two_share: float = 0.2
     """Share of proposals that exchange one sample for two, likewise."""
-    cell_share: float = 0.01
+    cell_share: float = 0.04
     """Share of proposals that swap whole cells between rows or blocks, likewise."""
     placement_swaps: int = 30_000
     """Expert swaps proposed per layer in every placement pass."""
@@ -93,13 +93,13 @@ TUNABLE: dict[str, Range] = {
     "alternations": Range(1, 4, integer=True),
     "first_share": Range(0.2, 0.9),
     "extra_rows": Range(0, 8, integer=True),
-    "hot_temperature": Range(1e-5, 1e-2, log=True),
+    "hot_temperature": Range(1.0, 300.0, log=True),
     "cold_temperature": Range(1e-6, 1e-4, log=True),
     "relocate_share": Range(0.02, 0.4),
     "similar_share": Range(0.1, 0.6),
-    "within_share": Range(0.0, 0.7),
-    "two_share": Range(0.0, 0.2),
-    "cell_share": Range(0.0, 0.05),
+    "within_share": Range(0.0, 0.4),
+    "two_share": Range(0.0, 0.5),
+    "cell_share": Range(0.0, 0.1),
     "placement_swaps": Range(1_000, 100_000, log=True, integer=True),
     "placement_temperature": Range(1e-5, 1e-1, log=True),
     "stickiness": Range(0.25, 10.0, log=True),

@@ -136,8 +136,10 @@ def _speed(regime: Regime) -> dict[str, float]:
     rows = row_candidates(problem, 3)[-1]
     cell_of = next(cell_of for pack in SEEDS if (cell_of := pack(problem, rows)) is not None)
     params, found = PlannerParams(), {}
-    for name, hot in (("whole schedule", params.hot_temperature), ("cold", params.cold_temperature)):
+    for name in ("whole schedule", "cold"):
         chain = PackChain(problem, costs, cell_of, rows, seed_state(1))
+        whole = params.hot_temperature * chain.roughness(params)
+        hot = whole if name == "whole schedule" else params.cold_temperature
         chain.run(params, hot, 1.0, lambda proposals, *_: proposals / 10_000)
         chain = PackChain(problem, costs, chain.best_cell_of, rows, seed_state(2))
         start = time.process_time()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles import lookup_slow
 
 from costmodels import lookup_many_ns, lookup_ns
-from costmodels.freeze import Pricer, skewed_counts
+from costmodels.freeze import Pricer, never_falling, skewed_counts
 from costmodels.tables import node_shift, table_nodes
 from profiler import Topology
 
@@ -78,22 +78,44 @@ def test_lookups_equal_the_slow_version(steps, shift, data):
     assert [int(lookup_ns(table, shift, value)) for value in x] == expected
 
 
+def never_falling_slow(time_ns):
+    """Isotonic regression by its minimax formula: the largest, over starts, of the least mean to an end."""
+    logs = np.log1p(np.asarray(time_ns, dtype=np.float64))
+    sums = np.concatenate([[0.0], np.cumsum(logs)])
+    result = np.full(logs.size, -np.inf)
+    for start in range(logs.size):
+        means = (sums[start + 1 :] - sums[start]) / np.arange(1, logs.size - start + 1)
+        least = np.minimum.accumulate(means[::-1])[::-1]
+        result[start:] = np.maximum(result[start:], least)
+    return np.expm1(result)
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=60))
+def test_falling_times_are_pooled_as_the_slow_version_says(times):
+    found = never_falling(np.array(times))
+    assert found == pytest.approx(never_falling_slow(times), rel=1e-9, abs=1e-6)
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=60))
+def test_times_that_rise_are_kept_exactly(times):
+    rising = np.sort(np.array(times))
+    assert np.array_equal(never_falling(rising), rising)
+
+
 def test_nodes_equal_the_model_asked_one_by_one(fitted):
-    """Batched evaluation, rounding and running maximum against a slow loop over single sizes."""
-    tables = fitted.tables
-    pricer = Pricer(fitted, fitted.spec, fitted.topology, fitted.max_tokens)
+    """Batched evaluation, pooling and rounding against a slow loop over single sizes, on whole small tables."""
+    tables = fitted.freeze(fitted.spec, fitted.topology, 60)
+    pricer = Pricer(fitted, fitted.spec, fitted.topology, 60)
     rows = table_nodes(tables.max_rows, tables.rows_shift)
-    lengths = table_nodes(fitted.max_tokens, tables.length_shift)
+    lengths = table_nodes(60, tables.length_shift)
     for table, nodes, price in (
         (tables.expert_rank_ns, rows, pricer.expert_rank_ns),
         (tables.exchange_ns, rows, pricer.exchange_ns),
         (tables.sequence_ns[2], lengths, lambda x: pricer.sequence_ns(x, pricer.classes()[2])),
         (tables.cell_ns[3], lengths, lambda x: pricer.cell_ns(x, pricer.classes()[3])),
     ):
-        highest = 0
-        for node in range(60):
-            highest = max(highest, round(float(price(nodes[node : node + 1])[0])))
-            assert table[node] == highest
+        single = [float(price(nodes[node : node + 1])[0]) for node in range(nodes.size)]
+        assert np.abs(table - never_falling_slow(single)).max() <= 1
 
 
 def test_a_full_cell_costs_what_the_model_says(fitted):

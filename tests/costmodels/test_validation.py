@@ -57,8 +57,9 @@ def test_a_constant_correction_is_not_useful():
 
 def test_report_names_all_contestants(fitted):
     validation = fitted.validation["attention/forward"]
-    assert validation["kind"] == "lightgbm"
+    assert validation["kind"] != "baseline"
     errors = validation["unseen sizes"]
     assert errors["model"]["median_pct"] < errors["baseline"]["median_pct"]
     assert errors["model"]["median_pct"] < errors["lightgbm_alone"]["median_pct"]
-    assert set(validation["unseen shapes"]) == {"rows", "baseline", "model"}
+    assert {"rows", "baseline", "trees", "smooth", "model"} <= set(validation["unseen shapes"])
+    assert {"rows", "baseline", "trees", "smooth", "curve", "model"} <= set(validation["largest sizes"])

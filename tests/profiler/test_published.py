@@ -32,6 +32,7 @@ TABLES = {
     "nccl/2.9/nccl_perf.txt": [
         f"{HEAD},nccl_dtype,num_gpus,message_size,latency",
         f"{LEFT},alltoall,NCCL,half,8,1024,0.02",
+        f"{LEFT},alltoall,NCCL,int8,8,1024,0.01",
         f"{LEFT},all_gather,NCCL,half,8,1024,0.9",
     ],
 }
@@ -94,8 +95,9 @@ def test_attention_rows_count_causal_pairs_within_the_window(folder):
 def test_dense_and_exchange_rows(folder):
     measurements = import_published(folder)
     has(one(measurements, op="dense"), tokens=5, n=6, k=7)
-    # Messages are counted in elements of two bytes; other collectives are not read.
-    has(one(measurements, op="alltoall"), bytes=2048, ranks=8)
+    # Messages are counted in elements, of two bytes or one; other collectives are not read.
+    has(one(measurements, op="alltoall", dtype="float16"), bytes=2048, ranks=8)
+    has(one(measurements, op="alltoall", dtype="int8"), bytes=1024, ranks=8)
 
 
 def test_what_is_imported_says_where_it_comes_from(folder):
@@ -147,7 +149,7 @@ def test_the_newest_version_of_trtllm_is_read_and_the_others_are_named(folder):
         changed = [lines[0]] + [line.rsplit(",", 1)[0] + f",{factor}" for line in lines[1:]]
         (folder / name / "moe_perf.txt").write_text("\n".join(changed) + "\n")
     measurements = import_published(folder)
-    assert set(measurements.rows["time_us"]) == {3000.0, 20.0}
+    assert set(measurements.rows["time_us"]) == {3000.0, 20.0, 10.0}
     assert measurements.meta["provenance"]["passed_over"] == ["trtllm-1.0", "vllm-9.0"]
 
 
@@ -201,7 +203,7 @@ def test_the_whole_h200_import_is_fast_and_right(tmp_path):
     measurements = import_published(SHARED / "h200_sxm")
     assert time.perf_counter() - began < 60
     sizes = {op: len(measurements.select(op=op)) for op in ("attention", "dense", "experts", "alltoall")}
-    assert sizes == {"attention": 16256, "dense": 9240, "experts": 19710, "alltoall": 63}
+    assert sizes == {"attention": 16256, "dense": 9240, "experts": 19710, "alltoall": 126}
     measurements.save(tmp_path)
     assert len(Measurements.load(tmp_path)) == len(measurements)
 

@@ -18,7 +18,7 @@ from routepack_tune.cli import app, main
 
 SURFACE = {
     "profile": {"--config", "--out", "--published", "--device"},
-    "fit": {"measurements", "--config", "--out"},
+    "fit": {"measurements", "--config", "--out", "--prior"},
     "tune": {"steps", "--costmodel", "--config", "--out", "--trials", "--storage"},
     "deploy": {"study", "--out", "--register"},
     "plan": {"step", "--out", "--bundle", "--costmodel", "--config", "--previous", "--max-runtime", "--max-iterations",

@@ -10,7 +10,6 @@ from search.load_kernels import sample_rank_rows
 from search.movement import placement_of_ranks, ranks_of_slots
 from search.packer import pack_costs, pack_state
 from search.packing_kernels import (
-    exchange_delta_ns,
     fill_rows,
     fill_state,
     move_apply,
@@ -79,7 +78,7 @@ def test_every_packing_move_equals_reevaluation(drawn):
         assert before == objective(costs, state)
         if not draw(costs, state, move, state_rng, limits, ("one", "two", "cells", "within")[turn % 4]):
             continue
-        delta = move_delta_ns(costs, state, move)
+        delta = move_delta_ns(costs, state, move, 0, True)
         move_apply(costs, state, move)
         assert objective_of(problem, in_problem_order(costs, state.cell_of), placement, rows) == before + delta
         assert np.bincount(state.cell_of, minlength=rows * problem.num_slots).min() >= 1
@@ -99,9 +98,9 @@ def test_an_exchange_is_priced_exactly_up_to_what_it_may_cost(drawn):
     for turn in range(40):
         if not draw(costs, state, move, state_rng, limits, "one"):
             continue
-        delta = move_delta_ns(costs, state, move)
+        delta = move_delta_ns(costs, state, move, 0, True)
         for threshold in (0, delta - 1, delta, delta + 1, delta // 2):
-            priced = exchange_delta_ns(costs, state, move, threshold)
+            priced = move_delta_ns(costs, state, move, threshold, False)
             assert priced <= delta
             assert priced == delta if delta <= threshold else priced > threshold
         if turn % 4 == 0:
@@ -116,7 +115,7 @@ def test_equal_count_mode_never_changes_a_slots_count(drawn):
     before = np.bincount(state.cell_of % slots, minlength=slots)
     best_cell_of, best = state.cell_of.copy(), np.array([objective(costs, state)])
     limits = np.array([problem.max_tokens, 300, 300, 100, 100, 100, slots])
-    anneal(costs, state, best_cell_of, seed_state(3), 10**6, 500, limits, best)
+    anneal(costs, state, best_cell_of, seed_state(3), 10**6, 500, limits, best, np.zeros(9, np.int64))
     assert (np.bincount(state.cell_of % slots, minlength=slots) == before).all()
 
 
@@ -127,7 +126,17 @@ def test_annealing_keeps_cap_and_cells_and_reports_its_best(drawn):
     cap = int(state.cell_tokens.max())
     best_cell_of, best = state.cell_of.copy(), np.array([objective(costs, state)])
     first = int(best[0])
-    anneal(costs, state, best_cell_of, seed_state(1), 2000, 500, np.array([cap, 300, 300, 50, 50, 50, 0]), best)
+    anneal(
+        costs,
+        state,
+        best_cell_of,
+        seed_state(1),
+        2000,
+        500,
+        np.array([cap, 300, 300, 50, 50, 50, 0]),
+        best,
+        np.zeros(9, np.int64),
+    )
     assert best[0] <= first
     assert best[0] == objective_of(problem, in_problem_order(costs, best_cell_of), placement, rows)
     for cell_of in (in_problem_order(costs, best_cell_of), in_problem_order(costs, state.cell_of)):

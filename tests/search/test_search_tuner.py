@@ -16,7 +16,7 @@ from search.params import TUNABLE, Range
 from search.tuner import suggest_params
 
 optuna = pytest.importorskip("optuna")
-FAST = {"max_iterations": Range(100, 3000, log=True, integer=True), "hot_temperature": Range(1e-5, 1e-2, log=True)}
+FAST = {"max_iterations": Range(100, 3000, log=True, integer=True), "hot_temperature": Range(1.0, 300.0, log=True)}
 
 
 @pytest.fixture(autouse=True)

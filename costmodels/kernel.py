@@ -1,0 +1,153 @@
+"""A residual without steps: a sum of kernels around some of the timed rows.
+
+Many rows: kernel ridge regression on a sample of the rows as centres (subset of regressors), Matern 3/2, refitted with
+Huber's weights so that wild rows count less. Few rows: a Gaussian process (constant x radial + linear + white) whose
+hyper-parameters maximise the likelihood. Both are plain arrays afterwards, evaluated with numpy alone.
+
+Inputs are scaled to the rows of the fit. Between timed rows the answer bends smoothly, far from all of them it falls
+to nothing (Matern) or is held (Gaussian process, by its limits), and physics is left.
+
+Shape suffixes: R rows, M centres, D inputs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.features import Columns
+from costmodels.params import FitParams
+
+MATERN_LENGTH = 4.0
+"""Correlation length in standard deviations of the inputs."""
+RIDGE = 1e-6
+"""Weight of the ridge per row."""
+HUBER = 0.03
+"""Log error from which a row's weight falls."""
+PASSES = 2
+RIDGE_ROWS = 9000
+"""Rows at most in the ridge regression, a sample: many times its centres are enough to average over noise."""
+LIKELIHOOD_ROWS = 120
+"""Rows at most by which a Gaussian process chooses its hyper-parameters: each trial costs their cube."""
+CHUNK_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Hold a kernel expansion over named inputs."""
+
+    names: tuple[str, ...]
+    radial: bool
+    """A Gaussian bell where True, Matern 3/2 where False."""
+    length: float
+    centre: np.ndarray
+    """[D] taken off the inputs."""
+    scale: np.ndarray
+    """[D] by which they are then divided."""
+    points: np.ndarray
+    """[M, D] scaled centres."""
+    weights: np.ndarray
+    """[M]"""
+    slope: np.ndarray
+    """[D] linear part over the scaled inputs."""
+    offset: float
+    limits: tuple[float, float]
+    """Least and largest answer."""
+
+    def log_ratio(self, derived: Columns) -> np.ndarray:
+        """Return the log of time over baseline."""
+        inputs = (np.stack([derived[name] for name in self.names], axis=1) - self.centre) / self.scale
+        found = np.empty(len(inputs))
+        for first in range(0, len(inputs), CHUNK_ROWS):
+            part = inputs[first : first + CHUNK_ROWS]
+            # Sums by numpy in one order, never by BLAS: a row's answer depends on no other row and no thread.
+            total = (_kernel(part, self.points, self.length, self.radial) * self.weights).sum(axis=1)
+            found[first : first + CHUNK_ROWS] = total + (part * self.slope).sum(axis=1)
+        return np.clip(found + self.offset, *self.limits)
+
+
+def _kernel(a_RD: np.ndarray, b_MD: np.ndarray, length: float, radial: bool) -> np.ndarray:
+    square = np.zeros((len(a_RD), len(b_MD)))
+    for d in range(a_RD.shape[1]):
+        square += ((a_RD[:, d, None] - b_MD[None, :, d]) / length) ** 2
+    if radial:
+        return np.asarray(np.exp(-0.5 * square))
+    distance = np.sqrt(3.0 * square)
+    return np.asarray((1.0 + distance) * np.exp(-distance))
+
+
+def _matern(a_RD: np.ndarray, b_MD: np.ndarray) -> np.ndarray:
+    """Return what :func:`_kernel` does by one matrix product: faster, equal to rounding."""
+    square = (a_RD**2).sum(axis=1)[:, None] + (b_MD**2).sum(axis=1) - 2.0 * (a_RD @ b_MD.T)
+    distance = np.sqrt(np.maximum(square, 0.0) * (3.0 / MATERN_LENGTH**2))
+    return np.asarray((1.0 + distance) * np.exp(-distance))
+
+
+def fit_kernel(derived: Columns, names: tuple[str, ...], target: np.ndarray, params: FitParams) -> Kernel:
+    """Fit a smooth residual to ``target`` (a log ratio): a Gaussian process to few rows, kernel ridge to many."""
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    matrix = np.stack([derived[name] for name in names], axis=1)
+    centre, spread = matrix.mean(axis=0), matrix.std(axis=0)
+    scale = np.where(spread > 1e-9, spread, 1.0)
+    inputs = (matrix - centre) / scale
+    # One thread: the order of sums, and so the last bits, must not depend on the machine's load or settings.
+    with threadpool_limits(1):
+        if target.size < params.small_rows:
+            return _gaussian_process(names, centre, scale, inputs, target, params.seed)
+        return _ridge(names, centre, scale, inputs, target, params)
+
+
+def _limits(target: np.ndarray) -> tuple[float, float]:
+    return float(target.min()), float(target.max())
+
+
+def _ridge(
+    names: tuple[str, ...], centre: np.ndarray, scale: np.ndarray, inputs: np.ndarray, target: np.ndarray,
+    params: FitParams,
+) -> Kernel:  # fmt: skip
+    order = np.random.default_rng(params.seed).permutation(target.size)[:RIDGE_ROWS]
+    inputs, target = inputs[order], target[order]
+    _, first = np.unique(inputs, axis=0, return_index=True)
+    points = inputs[np.sort(first)[: params.kernel_points]]
+    design, between = _matern(inputs, points), _matern(points, points)
+    ridge = RIDGE * target.size * (between + 0.01 * np.eye(len(points)))
+    weight, solution = np.ones(target.size), np.zeros(len(points))
+    for _ in range(PASSES):
+        weighted = design * weight[:, None]
+        solution = np.linalg.solve(weighted.T @ design + ridge, weighted.T @ target)
+        weight = 1.0 / np.maximum(1.0, np.abs(target - design @ solution) / HUBER)
+    still = np.zeros(inputs.shape[1])
+    return Kernel(names, False, MATERN_LENGTH, centre, scale, points, solution, still, 0.0, _limits(target))
+
+
+def _gaussian_process(
+    names: tuple[str, ...], centre: np.ndarray, scale: np.ndarray, inputs: np.ndarray, target: np.ndarray, seed: int
+) -> Kernel:
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct, WhiteKernel
+
+    kernel = (
+        ConstantKernel(0.01, (1e-5, 1.0)) * RBF(3.0, (0.3, 30.0))
+        + ConstantKernel(1e-3, (1e-7, 0.1)) * DotProduct(1.0, "fixed")
+        + WhiteKernel(1e-3, (1e-5, 0.1))
+    )
+    offset = float(np.median(target))
+    with warnings.catch_warnings():
+        # A hyper-parameter at its bound only says that this part of the kernel is not needed.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        some = np.random.default_rng(seed).permutation(target.size)[:LIKELIHOOD_ROWS]
+        fitted = GaussianProcessRegressor(kernel, random_state=seed).fit(inputs[some], target[some] - offset).kernel_
+    bell, line = fitted.k1.k1, fitted.k1.k2
+    length, height, tilt = (float(f"{v:.6g}") for v in (
+        bell.k2.length_scale, bell.k1.constant_value, line.k1.constant_value))  # fmt: skip
+    noise = float(f"{fitted.k2.noise_level:.6g}")
+    covariance = height * _kernel(inputs, inputs, length, True) + tilt * (1.0 + inputs @ inputs.T)
+    alpha = np.linalg.solve(covariance + noise * np.eye(len(inputs)), target - offset)
+    return Kernel(
+        names, True, length, centre, scale, inputs, height * alpha, tilt * (inputs.T @ alpha),
+        offset + tilt * float(alpha.sum()), _limits(target),
+    )  # fmt: skip
