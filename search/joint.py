@@ -21,7 +21,15 @@ from profiler import ModelSpec, Observer, RoutePackError, Topology
 from search.bounds import lower_bound_ns
 from search.construct import identity_placement, least_rows, pack_ffd
 from search.evaluate import Evaluation, evaluate
-from search.movement import Residence, expert_bytes, list_moves, placement_of_ranks, relabelled, residence_of
+from search.movement import (
+    Residence,
+    expert_bytes,
+    list_moves,
+    nearer_home,
+    placement_of_ranks,
+    relabelled,
+    residence_of,
+)
 from search.packer import LEG_PROPOSALS, PackChain, pack_costs
 from search.params import PlannerParams
 from search.placer import LayerLoads, first_ranks, place_rows
@@ -93,9 +101,11 @@ def plan_step(
         solutions = list(pool.map(lambda k: chain.solve(packings[k % len(packings)], seed, k), range(params.starts)))
         observer.finish("plan")
     best = min(solutions, key=lambda s: s.objective)
-    old_LE = None if previous is None else previous.placement_LE
+    old_LE, rank_LE = None if previous is None else previous.placement_LE, best.rank_LE
+    if home is not None and not params.ranks_per_node:  # ranks of one node are alike: names may change, times do not
+        rank_LE = nearer_home(rank_LE, home.rank_LE, problem.num_ranks)
     plan = _as_plan(
-        problem, batch, best.cell_of, placement_of_ranks(best.rank_LE, problem.num_ranks, old_LE), best.num_rows,
+        problem, batch, best.cell_of, placement_of_ranks(rank_LE, problem.num_ranks, old_LE), best.num_rows,
         bound_ns,
         {"planner": "routepack-tune", "seed": seed, "params": asdict(params), "stopped_by": stop.name},
     )  # fmt: skip

@@ -103,6 +103,13 @@ def relabelled(rank_LE: np.ndarray, home_LE: np.ndarray, num_ranks: int) -> np.n
     return result
 
 
+def nearer_home(rank_LE: np.ndarray, home_LE: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Return a placement [L, E] with the ranks of a layer renamed where that keeps more of its experts at home."""
+    renamed = relabelled(rank_LE, home_LE, num_ranks)
+    fewer = (renamed != home_LE).sum(axis=1) < (rank_LE != home_LE).sum(axis=1)
+    return np.where(fewer[:, None], renamed, rank_LE)
+
+
 def ranks_of_slots(placement_LE: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the EP rank of each expert, [L, E], from its physical slot."""
     return placement_LE // (placement_LE.shape[1] // num_ranks)

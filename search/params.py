@@ -33,9 +33,9 @@ class PlannerParams:
     """Share of proposals that exchange one sample for two, likewise."""
     cell_share: float = 0.04
     """Share of proposals that swap whole cells between rows or blocks, likewise."""
-    placement_swaps: int = 30_000
+    placement_swaps: int = 50_000
     """Expert swaps proposed per layer in every placement pass."""
-    placement_temperature: float = 1e-2
+    placement_temperature: float = 1e-3
     """First temperature of the placement, as a share of a layer's mean time in one (row, block)."""
     horizon_steps: float = 10.0
     """Steps over which a new placement must pay for moving its experts."""
@@ -100,7 +100,7 @@ TUNABLE: dict[str, Range] = {
     "within_share": Range(0.0, 0.4),
     "two_share": Range(0.0, 0.5),
     "cell_share": Range(0.0, 0.1),
-    "placement_swaps": Range(1_000, 100_000, log=True, integer=True),
+    "placement_swaps": Range(1_000, 200_000, log=True, integer=True),
     "placement_temperature": Range(1e-5, 1e-1, log=True),
     "stickiness": Range(0.25, 10.0, log=True),
 }

@@ -46,8 +46,7 @@ class LayerLoads:
         The price is the layer's time plus ``move_ns`` for every expert away from ``home``, [E] (None: moves are free).
         """
         mean_ns = self.layer_ns(layer, rank_of) // len(self.sent_U)
-        # Heat scatters experts that cold swaps then cannot afford to bring home: start cooler where moves are priced.
-        hot_ns = int(mean_ns * params.placement_temperature) // (1 if home is None else 10)
+        hot_ns = int(mean_ns * params.placement_temperature)
         schedule = (self.num_ranks, params.placement_swaps, hot_ns, hot_ns // 100, 0 if home is None else move_ns)
         better, rng = rank_of.copy(), seed_state(seed, layer)
         home = better if home is None else home

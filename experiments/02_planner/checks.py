@@ -27,7 +27,7 @@ from search.movement import ranks_of_slots
 from search.packer import PackChain, pack_costs
 from search.random_bits import seed_state
 
-DRIFT_STEPS, DRIFT_SEEDS, DRIFT_BUDGET_S = 10, 3, 2.0
+DRIFT_STEPS, DRIFT_SEEDS, DRIFT_BUDGET_S = 10, 2, 2.0
 SPEED_PROPOSALS = 1_000_000
 GROWTH_PROMPTS = (16, 32, 64, 128, 256)
 GROWTH_LAYERS = (12, 24, 48, 96)
@@ -102,10 +102,14 @@ def _replan(regime: Regime, number: int) -> dict[str, float]:
     previous = our_plan(first, 2.0, seed=number)
     after = load_instance(regime, number, step=1)
     found = {}
-    for name, seconds, old in (("from previous, 0.5 s", 0.5, previous), ("from scratch, 0.5 s", 0.5, None),
-                               ("from scratch, 2 s", 2.0, None)):  # fmt: skip
+    free = replace(PlannerParams(), stickiness=0.0)
+    for name, seconds, old, params in (
+        ("from previous, 0.5 s", 0.5, previous, PlannerParams()),
+        ("from previous, moves free, 0.5 s", 0.5, previous, free),
+        ("from scratch, 0.5 s", 0.5, None, PlannerParams()), ("from scratch, 2 s", 2.0, None, PlannerParams()),
+    ):  # fmt: skip
         start = time.perf_counter()
-        plan = our_plan(after, seconds, seed=number, previous=old)
+        plan = our_plan(after, seconds, seed=number, params=params, previous=old)
         found |= {name: _percent(plan, after), f"{name}: measured s": time.perf_counter() - start}
         found[f"{name}: moved share"] = moved_share(previous, plan)
     return found
@@ -125,6 +129,7 @@ def _drift(regime: Regime, number: int, steps: int) -> dict[str, float]:
             plan = our_plan(instance, DRIFT_BUDGET_S, seed=number, params=given, previous=old if given else None)
             found |= {f"{name}: moved share, step {step}": moved_share(old, plan)}
             found |= {f"{name}: step s, step {step}": plan.predicted.step_time_s}
+            found |= {f"{name}: moving s, step {step}": plan.moves.seconds if plan.moves else 0.0}
             before[name] = plan
     return found
 

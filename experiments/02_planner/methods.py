@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from records import PlanRecord
-from regimes import Instance, all_regimes, load_instance
+from regimes import Instance, Regime, all_regimes, load_instance
 
 from search import BASELINES, MaxRuntime, Plan, PlannerParams, plan_step
 from search.baselines import PACKINGS, PLACEMENTS, SEARCH_BASELINES, price_packing
@@ -21,13 +21,14 @@ from search.published import largest_cell_tokens
 
 OURS = "RoutePack-Tune"
 OUR_BUDGETS_S = (0.5, 2.0)
-LONG_BUDGETS_S = (5.0, 20.0)
-LONG_INSTANCES = 2
-CURVE_BUDGETS_S = (1.0, 10.0)
+LONG_BUDGETS_S = {"math-long": (20.0,), "math-long-ep32": (20.0,), "giant": (5.0, 20.0)}
+"""Long budgets on every batch of the regimes where they are asked about."""
+CURVE_BUDGETS_S = (1.0, 5.0, 20.0)
 """Further points of the picture of step time against planning time."""
 SEARCH_BUDGETS_S = (10.0,)
-"""What published searches get in the table; on the first instances also the next ones."""
-SEARCH_CURVE_S = (1.0, 2.0, 5.0, 20.0)
+"""What published searches get in the table, on every real batch and the first synthetic ones."""
+SEARCH_INSTANCES = 2
+SEARCH_CURVE_S = (1.0, 2.0, 5.0)
 CURVE_INSTANCES = 1
 FIXED_EFFORT = ("ReLibra", "open-instruct")
 """Published searches that stop after their own number of proposals, whatever their budget."""
@@ -98,14 +99,13 @@ def plan_ns(plan: Plan, instance: Instance) -> int:
     return round(plan.predicted.step_time_s * instance.tables.pipeline_stages * 1e9)
 
 
-def all_methods(instance: int, *, quick: bool = False) -> list[Method]:
+def all_methods(regime: Regime, instance: int, *, quick: bool = False) -> list[Method]:
     """Return the methods to run on the batch of that number; the first ones get the budgets of the curves too."""
-    curve = instance < CURVE_INSTANCES
-    search_budgets = SEARCH_BUDGETS_S + (SEARCH_CURVE_S if curve else ())
-    long = LONG_BUDGETS_S if instance < LONG_INSTANCES else ()
-    our_budgets = OUR_BUDGETS_S + long + (CURVE_BUDGETS_S if curve else ())
+    curve, searched = instance < CURVE_INSTANCES, regime.real or instance < SEARCH_INSTANCES
+    search_budgets = (SEARCH_BUDGETS_S if searched else ()) + (SEARCH_CURVE_S if curve else ())
+    our_budgets = {*OUR_BUDGETS_S, *LONG_BUDGETS_S.get(regime.name, ()), *(CURVE_BUDGETS_S if curve else ())}
     if quick:
-        search_budgets, our_budgets = (2.0,), (0.5, 2.0)
+        search_budgets, our_budgets = (2.0,), {0.5, 2.0}
     fixed = [name for name in SEARCH_BASELINES if any(part in name for part in FIXED_EFFORT)]
     return [
         *map(one_shot, BASELINES),

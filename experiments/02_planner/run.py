@@ -32,7 +32,7 @@ def run_table(regimes: dict[str, Regime], seeds: int, records: RecordFile, bars:
     for regime in regimes.values():
         todo = {}
         for number in regime.instances(seeds):
-            methods = all_methods(number, quick=quick)
+            methods = all_methods(regime, number, quick=quick)
             todo[number] = [m for m in methods if (regime.name, number, m.name, m.budget_s) not in records.keys]
         if not any(todo.values()):
             continue

@@ -97,9 +97,11 @@ def _giant_start(results: Results) -> Iterable[Target]:
 
 
 def _check_targets(results: Results) -> Iterable[Target]:
-    soon, late = results.check("replan", "from previous, 0.5 s"), results.check("replan", "from scratch, 2 s")
-    gained = None if soon is None or late is None else soon - late
-    yield Target("math-long, replanned in 0.5 s: points above 2 s from scratch", 0.0, 0.0, True, gained)
+    late = results.check("replan", "from scratch, 2 s")
+    for name, label in (("from previous, moves free, 0.5 s", "moves free"), ("from previous, 0.5 s", "moves priced")):
+        soon = results.check("replan", name)
+        gained = None if soon is None or late is None else soon - late
+        yield Target(f"math-long, replanned in 0.5 s, {label}: points above 2 s from scratch", 0.0, 0.0, True, gained)
     speed = results.check("speed", "whole schedule: priced per s")
     speed = None if speed is None else speed / 1e6
     yield Target("math-long: priced proposals per second and core, million", 1.5, 1.5, True, speed)
@@ -110,6 +112,9 @@ def _check_targets(results: Results) -> Iterable[Target]:
     yield Target(
         "the same: step time above free moving, %", 0.5, 0.5, False, 100 * (sticky / free - 1) if free else None
     )
+    paid = [sum(drift_steps(results.checks, name, "moving s")) for name in ("sticky", "stickiness 0")]
+    yield Target("the same, with the seconds that moving takes, %", 0.5, 0.5, False,
+                 100 * ((sticky + paid[0]) / (free + paid[1]) - 1) if free else None)  # fmt: skip
     yield Target("determinism: same bytes (threads, processes, hash seeds)", 1, 1, True,
                  results.check("determinism", "all the same"))  # fmt: skip
     yield Target("giant: peak memory, GiB", 4, 4, False, results.check("memory", "peak_gib", over=max))

@@ -63,22 +63,18 @@ def run_errors(gpus: list[str], given: argparse.Namespace, errors: RecordFile, c
 
 
 def run_transfer(shared: Path, records: RecordFile, checks: RecordFile, *, quick: bool) -> list[str]:
-    """Run what new GPUs and single models cost in points, where that module is present; return notes.
-
-    Its rows come one after the other from one generator: they are measured all together, or not at all.
-    """
+    """Run what new GPUs and single models cost in points, where that module is present; return notes."""
     if importlib.util.find_spec(TRANSFER) is None:
         return [f"{TRANSFER}.py is absent: new GPUs from few points and known shapes were not measured."]
     module = importlib.import_module(TRANSFER)
     if TRANSFER_DONE in checks.keys:
         return []
     names = {folder: gpu for gpu, folder in held_out.GPUS.items()}
-    count = 0
-    for row in module.rows(shared.parent, quick):
+    done = {(r.task, held_out.GPUS[r.gpu], r.points) for r in records.records}
+    for row in module.rows(shared.parent, quick, done):
         gpu = names.get(row["gpu"], row["gpu"])
         records.append([TransferRecord(gpu, row["task"], row["points"], row["median"], row["mape"], row["p95"])])
-        count += 1
-    checks.append([CheckRecord(*TRANSFER_DONE, "rows", count)])
+    checks.append([CheckRecord(*TRANSFER_DONE, "rows", len(records.records))])
     return []
 
 
@@ -138,8 +134,7 @@ def main() -> None:
     if given.redo is not None:
         errors.forget(lambda r: r.gpu in gpus and given.redo in f"{r.gpu} {r.task} {r.contestant}")
         checks.forget(lambda r: given.redo in f"{r.check} {r.of}")
-        if TRANSFER_DONE not in checks.keys:
-            transfer.forget(lambda r: True)
+        transfer.forget(lambda r: given.redo in f"{r.gpu} {r.task}")
     notes = []
     present = [gpu for gpu in gpus if held_out.measurements_of(gpu, given.shared) is not None]
     if missing := [gpu for gpu in gpus if gpu not in present]:

@@ -7,7 +7,8 @@ flags. Where several designs (seeds) were drawn, the errors are their means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ ONE_MODEL = {
 }
 """Rows of one model: its sizes, all its parallel sizes and routings mixed."""
 
+KNOWN_SHAPE = "experts, unseen shape known on a sibling GPU"
+
 Rows = dict[str, Any]
+Key = tuple[str, str, int]
+"""Task, GPU's folder and points of a row."""
 
 
 @dataclass(frozen=True)
@@ -59,50 +64,62 @@ class Table:
         return {name: column[index] for name, column in self.columns.items()}
 
 
-def rows(shared: Path, quick: bool) -> Iterator[Rows]:
-    """Yield every measured row, lazily; ``quick`` keeps one direction, one design and two shapes."""
+def rows(shared: Path, quick: bool, done: Collection[Key] = ()) -> Iterator[Rows]:
+    """Yield every row that is not ``done``, lazily; ``quick`` keeps one direction, one design and two shapes."""
     folder = shared / "data" / "gpu-timings"
     params = FitParams()
     pairs, designs = (PAIRS[:1], 1) if quick else (PAIRS, DESIGNS)
     measured = {gpu: import_published(folder / gpu) for gpu in sorted({gpu for pair in pairs for gpu in pair})}
-    for op in OPS:
-        tables = {gpu: _table(found, op) for gpu, found in measured.items()}
-        for target, source in pairs:
-            prior = prior_of(tables[source], params)
-            yield from new_gpu(tables[target], prior, target, designs, params)
-            if op == "experts":
-                yield unseen_shape(tables[target], prior, target, params, 2 if quick else None)
+    tables = {(gpu, op): _table(found, op) for gpu, found in measured.items() for op in OPS}
+    prior = functools.cache(lambda gpu, op: prior_of(tables[gpu, op], params))
     for target, _ in pairs:
-        yield from one_model(measured[target], target, designs, params)
+        yield from one_model(measured[target], target, designs, params, done)
+    for first in (True, False):
+        for op in OPS:
+            for target, source in pairs:
+                known = functools.partial(prior, source, op)
+                yield from new_gpu(tables[target, op], known, target, designs, params, done, first)
+        for target, source in pairs if first else ():
+            if (KNOWN_SHAPE, target) not in {key[:2] for key in done}:
+                table = tables[target, "experts"]
+                yield unseen_shape(table, prior(source, "experts"), target, params, 2 if quick else None)
 
 
-def new_gpu(table: Table, prior: CostModel, gpu: str, designs: int, params: FitParams) -> Iterator[Rows]:
-    """Yield the errors on ``table`` of the prior as it is, and with 20 and 50 fresh points of several designs."""
+def new_gpu(
+    table: Table, prior: Callable[[], CostModel], gpu: str, designs: int, params: FitParams, done: Collection[Key],
+    by_design: bool,
+) -> Iterator[Rows]:  # fmt: skip
+    """Yield the errors on ``table`` of the prior as it is, and with 20 and 50 fresh points of several designs.
+
+    ``by_design``: of points by k-means; else those of points drawn in other ways, for comparison.
+    """
     operation = OPERATIONS[table.op]
     everything = np.arange(table.quiet.size)
-    source = prior.models[table.op, "forward"]
-    zero = _errors(source, table, everything)
-    yield _row(f"{table.op}, new GPU, prior alone", gpu, 0, [zero])
 
     def drawn(pool: np.ndarray, choose: Callable[..., np.ndarray]) -> Callable[[int, int], np.ndarray]:
         candidates = {name: column[pool] for name, column in table.features.items()}
         return lambda count, seed: pool[choose(operation, candidates, count, seed)]
 
-    contests = {
-        "k-means": drawn(np.flatnonzero(table.quiet), choose_points),
-        "random": drawn(everything, random_points),
-    }
+    contests = {"random": drawn(everything, random_points)}
     if not table.quiet.all():
         contests["k-means, drawn routings too"] = drawn(everything, choose_points)
+    if by_design:
+        task = f"{table.op}, new GPU, prior alone"
+        if (task, gpu, 0) not in done:
+            yield _row(task, gpu, 0, [_errors(prior().models[table.op, "forward"], table, everything)])
+        contests = {"k-means": drawn(np.flatnonzero(table.quiet), choose_points)}
     for name, choose in contests.items():
         for count in (20, 50):
+            task = f"{table.op}, new GPU, {name}"
+            if (task, gpu, count) in done:
+                continue
             found = []
             for seed in range(designs):
                 fresh = choose(count, seed)
                 own, held_out = fit_operation(operation, "forward", table.take(fresh), params)
-                model, _ = add_prior(own, held_out, table.take(fresh), params, table.fingerprint, [prior])
+                model, _ = add_prior(own, held_out, table.take(fresh), params, table.fingerprint, [prior()])
                 found.append(_errors(model, table, np.setdiff1d(everything, fresh)))
-            yield _row(f"{table.op}, new GPU, {name}", gpu, count, found)
+            yield _row(task, gpu, count, found)
 
 
 def unseen_shape(table: Table, prior: CostModel, gpu: str, params: FitParams, shapes: int | None = None) -> Rows:
@@ -117,16 +134,20 @@ def unseen_shape(table: Table, prior: CostModel, gpu: str, params: FitParams, sh
         true.append(asked["time_us"])
         points.append(kept["time_us"].size)
     errors = 100.0 * np.abs(np.concatenate(predicted) / np.concatenate(true) - 1.0)
-    return _row(f"{table.op}, unseen shape known on a sibling GPU", gpu, int(np.mean(points)), [errors])
+    return _row(KNOWN_SHAPE, gpu, int(np.mean(points)), [errors])
 
 
-def one_model(measured: Measurements, gpu: str, designs: int, params: FitParams) -> Iterator[Rows]:
+def one_model(
+    measured: Measurements, gpu: str, designs: int, params: FitParams, done: Collection[Key]
+) -> Iterator[Rows]:
     """Yield the errors of a fit on 30 and 50 points of one model alone, no prior, drawn by k-means and at random."""
     for task, (op, wanted) in ONE_MODEL.items():
         table = _only(_table(measured, op), wanted)
         everything = np.arange(table.quiet.size)
         for name, choose in (("k-means", choose_points), ("random", random_points)):
             for count in (30, 50):
+                if (f"{task}, {name}", gpu, count) in done:
+                    continue
                 found = []
                 for seed in range(designs):
                     fresh = choose(OPERATIONS[op], table.features, count, seed)
