@@ -194,21 +194,13 @@ def _vectors(features: dict[str, int]) -> dict[str, np.ndarray]:
 
 def never_falling(time_ns: np.ndarray) -> np.ndarray:
     """Return the nearest non-decreasing times: stretches that fall are pooled to their geometric mean (of 1 + time)."""
-    means: list[float] = []
-    starts: list[int] = []
-    for place, value in enumerate(np.log1p(time_ns).tolist()):
-        mean, start = value, place
-        # Pool adjacent violators: a block that starts below the one before it joins it.
-        while means and means[-1] > mean:
-            held, first = place + 1 - start, starts.pop()
-            mean = (means.pop() * (start - first) + mean * held) / (place + 1 - first)
-            start = first
-        means.append(mean)
-        starts.append(start)
-    edges = np.array([*starts, time_ns.size], dtype=np.int64)
-    sizes = edges[1:] - edges[:-1]
-    # Times that stand alone keep their exact value.
-    return np.where(np.repeat(sizes, sizes) > 1, np.repeat(np.expm1(np.array(means)), sizes), time_ns)
+    from scipy.optimize import isotonic_regression
+
+    pooled = isotonic_regression(np.log1p(time_ns))
+    starts = pooled.blocks[:-1]
+    alike = np.minimum.reduceat(time_ns, starts) == np.maximum.reduceat(time_ns, starts)
+    # Times that were not pooled with others keep their exact value.
+    return np.where(np.repeat(alike, np.diff(pooled.blocks)), time_ns, np.expm1(pooled.x))
 
 
 def _integer_table(time_ns: np.ndarray) -> np.ndarray:

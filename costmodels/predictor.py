@@ -19,11 +19,9 @@ from costmodels.curves import Curves
 from costmodels.features import Columns, Operation, checked_columns, size_of
 from costmodels.intervals import Intervals
 from costmodels.kernel import Kernel
-from costmodels.ranges import excess_octaves, known_families, shape_ranges
+from costmodels.ranges import excess_octaves, known_families
 from costmodels.residual import Mix, Residual, known_log_ratio, mean_of
-from costmodels.trees import Trees, grow_trees
-
-__all__ = ["OperationModel", "Overrides", "Trees", "grow_trees", "shape_ranges"]
+from costmodels.trees import Trees
 
 REGIMES = ("measured", "between", "larger", "beyond", "unseen")
 PLAIN_MIXES: Mapping[str, Mix] = dict.fromkeys(REGIMES, ("trees",))

@@ -21,9 +21,10 @@ from costmodels.intervals import Intervals
 from costmodels.kernel import Kernel, fit_kernel
 from costmodels.model_files import KERNEL_ARRAYS, load_model, save_model
 from costmodels.params import FitParams
-from costmodels.predictor import OperationModel, Trees, grow_trees
+from costmodels.predictor import OperationModel
 from costmodels.ranges import known_families
 from costmodels.tables import npz_bytes, read_npz
+from costmodels.trees import Trees, grow_trees
 from profiler import RoutePackError
 from profiler.files import file_hash, write_bytes
 

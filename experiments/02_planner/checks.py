@@ -129,7 +129,7 @@ def _drift(regime: Regime, number: int, steps: int) -> dict[str, float]:
             plan = our_plan(instance, DRIFT_BUDGET_S, seed=number, params=given, previous=old if given else None)
             found |= {f"{name}: moved share, step {step}": moved_share(old, plan)}
             found |= {f"{name}: step s, step {step}": plan.predicted.step_time_s}
-            found |= {f"{name}: moving s, step {step}": plan.moves.seconds if plan.moves else 0.0}
+            found |= {f"{name}: moving s, step {step}": plan.moves.seconds}
             before[name] = plan
     return found
 

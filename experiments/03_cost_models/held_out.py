@@ -20,8 +20,8 @@ from records import ErrorRecord
 from costmodels import CostModel, FitParams
 from costmodels.features import Columns, Operation
 from costmodels.operations import OPERATIONS
-from costmodels.predictor import grow_trees
 from costmodels.roofline import fit_baseline
+from costmodels.trees import grow_trees
 from costmodels.validation import LARGEST, SHAPES, SIZES, HeldOut, error_summary, held_out_folds, hold_out
 from profiler import Measurements, import_published
 from routepack_tune.fit_figures import contestant_label, contestants

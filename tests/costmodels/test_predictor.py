@@ -7,7 +7,7 @@ from costmodels import FitParams, fit_cost_model
 from costmodels.features import Operation, Parameter
 from costmodels.fit import fit_operation
 from costmodels.operations import OPERATIONS
-from costmodels.predictor import grow_trees
+from costmodels.trees import grow_trees
 from profiler import RoutePackError, Topology
 from profiler.cases import FEATURES
 

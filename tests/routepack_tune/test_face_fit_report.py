@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from costmodels import FitParams
-from costmodels.predictor import grow_trees
+from costmodels.trees import grow_trees
 from costmodels.validation import HeldOut, error_summary
 from profiler import DeviceFingerprint, Measurements, RoutePackError
 from profiler.cases import case_id, causal_pairs

@@ -8,7 +8,7 @@ from search.construct import slots_of_ranks
 from search.evaluate import evaluate
 from search.load_kernels import sample_rank_rows
 from search.movement import placement_of_ranks, ranks_of_slots
-from search.packer import pack_costs, pack_state
+from search.packer import _narrow, pack_costs, pack_state
 from search.packing_kernels import (
     fill_rows,
     fill_state,
@@ -143,6 +143,25 @@ def test_annealing_keeps_cap_and_cells_and_reports_its_best(drawn):
         tokens = np.bincount(cell_of, weights=problem.lengths, minlength=rows * problem.num_slots)
         assert tokens.max() <= cap
         assert np.bincount(cell_of, minlength=rows * problem.num_slots).min() >= 1
+
+
+@given(problems())
+@settings(max_examples=5, deadline=None)
+def test_loads_too_large_for_16_bits_are_packed_the_same(drawn):
+    _, _, _, _, costs, state = start(drawn)
+    assert costs.loads.dtype == np.uint16
+    limits, found = np.array([int(state.cell_tokens.max()), 300, 300, 50, 50, 50, 0]), []
+    for loads in (costs.loads, costs.loads.astype(np.int32)):
+        again = type(state)(*(np.copy(part) for part in state))
+        best_cell_of, best = again.cell_of.copy(), np.array([objective(costs, again)])
+        anneal(
+            costs._replace(loads=loads), again, best_cell_of, seed_state(1), 2000, 500, limits, best, np.zeros(9, int)
+        )
+        found.append(best_cell_of.tolist())
+    assert found[0] == found[1]
+    wide = _narrow(np.array([[[1 << 16]]], np.int32))
+    assert wide.dtype == np.int32
+    assert wide[0, 0, 0] == 1 << 16
 
 
 @given(problems())
