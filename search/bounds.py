@@ -97,11 +97,13 @@ def _weights_bound(weights: np.ndarray, lengths: np.ndarray, max_tokens: int, pe
     """
     alone = np.sort(weights[lengths > max_tokens // 2])
     reach = np.sort(_richest_cell(weights, lengths, max_tokens))
-    levels = np.unique(np.concatenate([[0.0], alone, reach]))
+    filled = _filled_means(weights, lengths, max_tokens)
+    # Every count below is constant between two neighbouring levels: its steps must all be among them.
+    levels = np.unique(np.concatenate([[0.0], alone, reach, filled]))
     forced = len(alone) - np.searchsorted(alone, levels[1:], side="left")
     fillable = np.minimum(
         len(reach) - np.searchsorted(reach, levels[1:], side="left"),
-        _cells_filled(weights, lengths, max_tokens, levels[1:]),
+        np.searchsorted(-filled, -levels[1:], side="right"),
     )
     lost = np.maximum(0.0, -(-forced // per_unit) - fillable / per_unit)
     return float(weights.sum() / per_unit + (np.diff(levels) * lost).sum())
@@ -118,11 +120,10 @@ def _richest_cell(weights: np.ndarray, lengths: np.ndarray, max_tokens: int) -> 
     return weights + room * rate
 
 
-def _cells_filled(weights: np.ndarray, lengths: np.ndarray, max_tokens: int, levels: np.ndarray) -> np.ndarray:
-    """Return for each level the most cells that can all weigh it, were samples divisible, densest first."""
+def _filled_means(weights: np.ndarray, lengths: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Return the most that 1, 2, ... cells can all weigh, were samples divisible, densest first: never rising."""
     order = np.argsort(-weights / lengths, kind="stable")
     tokens = np.concatenate([[0], np.cumsum(lengths[order])])
     filled = np.concatenate([[0.0], np.cumsum(weights[order])])
     cells = np.arange(1, tokens[-1] // max_tokens + 2)
-    mean = np.interp(cells * max_tokens, tokens, filled) / cells
-    return np.searchsorted(-mean, -levels, side="right")
+    return np.interp(cells * max_tokens, tokens, filled) / cells
