@@ -125,5 +125,5 @@ def _filled_means(weights: np.ndarray, lengths: np.ndarray, max_tokens: int) -> 
     order = np.argsort(-weights / lengths, kind="stable")
     tokens = np.concatenate([[0], np.cumsum(lengths[order])])
     filled = np.concatenate([[0.0], np.cumsum(weights[order])])
-    cells = np.arange(1, tokens[-1] // max_tokens + 2)
+    cells = np.arange(1, len(lengths) + 1)  # more than can be filled up: a plan may leave every cell half empty
     return np.interp(cells * max_tokens, tokens, filled) / cells

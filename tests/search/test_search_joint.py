@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import best_step_ns, step_ns_slow
 from strategies import TOPOLOGIES, make_batch, make_spec, make_tables, problems, random_packing
@@ -44,6 +44,7 @@ def make_case(seed, topology, samples=24, cap=64, layers=2, skew=1.0):
 
 
 @given(st.integers(0, 10_000), st.sampled_from(TOPOLOGIES))
+@example(4179, Topology(data_parallel_size=4, expert_model_parallel_size=4))
 @settings(max_examples=12, deadline=None)
 def test_plan_keeps_constraints_and_states_its_own_price(seed, topology):
     case = make_case(seed, topology)
