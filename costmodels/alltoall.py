@@ -2,7 +2,8 @@
 
 Baseline: a start-up time that grows with the ranks and once more where messages leave the low-latency protocol, the
 bytes that leave a rank over its bandwidth (two ranks use fewer links than many), and a pipeline that fills over a few
-MiB.
+MiB. Where some of the bytes leave the node: one more start-up, and those bytes over the rank's share of the network, if
+that takes longer than the links inside.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, Parameter
+from costmodels.features import Columns, Operation, Parameter, smooth_max
 
 LOW_LATENCY_MIB = 2.0**-8
 """Half of the second start-up shows at this size: messages of a few KiB go without staging."""
@@ -24,7 +25,9 @@ def _baseline(c: Columns, p: Mapping[str, float]) -> np.ndarray:
     start = p["alpha_us"] + p["alpha_rank_us"] * c["ranks"] + p["staged_us"] * mib / (mib + LOW_LATENCY_MIB)
     filling = p["fill_us"] * mib / (mib + p["fill_mib"])
     wire = leaving / (p["wire_gbps"] * 1e3) * (1.0 + p["peer_share"] / np.maximum(peers, 1.0))
-    return start + filling + wire
+    network = c["inter_bytes"] / (p["nic_gbps"] * 1e3)
+    between = np.where(c["inter_bytes"] > 0, p["inter_us"], 0.0)
+    return start + filling + between + smooth_max(wire, network, sharpness=3.0)
 
 
 def _derive(c: Columns) -> Columns:
@@ -32,12 +35,17 @@ def _derive(c: Columns) -> Columns:
         "log_bytes": np.log(c["bytes"]),
         "log_ranks": np.log(c["ranks"]),
         "log_message": np.log(c["bytes"] / c["ranks"]),
+        "inter_share": c["inter_bytes"] / c["bytes"],
     }
 
 
 ALLTOALL = Operation(
     name="alltoall",
-    features={"bytes": "bytes one rank holds for all ranks", "ranks": "ranks that exchange"},
+    features={
+        "bytes": "bytes the busiest rank sends or receives, its own share included",
+        "inter_bytes": "those of them that cross the border of its node",
+        "ranks": "ranks that exchange",
+    },
     shape=(),
     family=("ranks",),
     size=("bytes",),
@@ -49,9 +57,12 @@ ALLTOALL = Operation(
         "fill_mib": Parameter(6.0, "MiB at which half of it shows", 0),
         "wire_gbps": Parameter(330.0, "GB/s", -1),
         "peer_share": Parameter(0.15, "bandwidth lost with one peer, share", 0),
+        "inter_us": Parameter(15.0, "us more between nodes"),
+        "nic_gbps": Parameter(45.0, "GB/s between nodes", -1),
     },
     baseline=_baseline,
     derive=_derive,
     floor=lambda c, p: np.zeros_like(c["bytes"]),
-    dimensionless=("log_bytes", "log_message"),
+    zero_allowed=frozenset({"inter_bytes"}),
+    dimensionless=("log_bytes", "log_message", "inter_share"),
 )

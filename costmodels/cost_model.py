@@ -24,6 +24,8 @@ from profiler.files import content_hash, new_folder, read_json, write_bytes, wri
 
 SCHEMA_VERSION = 2
 TABLES_FILE = "tables.npz"
+SYMMETRIC = ("alltoall", "transfer")
+"""Operations that cost the same in both directions."""
 
 
 def tables_key(spec: ModelSpec, topology: Topology, max_tokens: int) -> str:
@@ -95,9 +97,9 @@ class CostModel:
         """Return the assumed backward over forward factor, None where backward was measured."""
         if (op, "backward") in self.models:
             return None
-        if op == "alltoall":
+        if op in SYMMETRIC:
             return 1.0
-        return self.params.attention_backward_factor if op == "attention" else self.params.gemm_backward_factor
+        return self.params.attention_backward_factor if op.endswith("attention") else self.params.gemm_backward_factor
 
     def predict_us(
         self, op: str, direction: str, features: Mapping[str, np.ndarray], overrides: bool = False
@@ -197,13 +199,11 @@ class CostModel:
             )
         try:
             models = [load_operation(folder, entry) for entry in header["operations"].values()]
-            spec = {**header["model"], "windows": tuple(header["model"]["windows"])}
-            spec["moe_layers"] = tuple(spec["moe_layers"])
             return cls(
                 models={(model.operation.name, model.direction): model for model in models},
                 params=FitParams(**header["params"]),
                 fingerprint=DeviceFingerprint.from_dict(header["fingerprint"]),
-                spec=ModelSpec(**spec),
+                spec=ModelSpec(**header["model"]),
                 topology=Topology(**header["topology"]),
                 max_tokens=header["max_tokens"],
                 data_hash=header["data_hash"],
@@ -219,7 +219,7 @@ def _backward_note(model: CostModel, op: str) -> str:
     factor = model.backward_factor(op)
     if factor is None:
         return "measured"
-    return "as forward (symmetry)" if op == "alltoall" else f"assumed: forward times {factor:g}"
+    return "as forward (symmetry)" if op in SYMMETRIC else f"assumed: forward times {factor:g}"
 
 
 def _parity_arrays(parity: Mapping[str, HeldOut]) -> dict[str, np.ndarray]:

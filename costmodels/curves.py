@@ -41,6 +41,11 @@ def _evenness(columns: Columns) -> list[np.ndarray]:
     return [8.0 * np.log(columns["tokens"] / columns["num_sequences"] / columns["max_length"])]
 
 
+def _inter_share(columns: Columns) -> list[np.ndarray]:
+    # A share of 0 and one of a tenth are on different curves.
+    return [np.log1p(10.0 * columns["inter_bytes"] / columns["bytes"])]
+
+
 def _routing(columns: Columns) -> list[np.ndarray]:
     tokens = np.where(columns["router_tokens"] > 0, columns["router_tokens"], np.nan)
     # Without routing in the timed region no row lies on a curve that was timed with it.
@@ -51,7 +56,9 @@ RULES: dict[str, Rule] = {
     "attention": Rule(("num_sequences",), _evenness),
     "experts": Rule((), _routing),
     "dense": Rule(("n", "k")),
-    "alltoall": Rule(("ranks",)),
+    "alltoall": Rule(("ranks",), _inter_share),
+    "linear_attention": Rule(("num_sequences",), _evenness),
+    "transfer": Rule((), _inter_share),
 }
 """By operation; one that is not named has a curve per shape."""
 

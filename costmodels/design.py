@@ -7,17 +7,24 @@ On the published tables neither farthest points nor points chosen by the physics
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from costmodels.features import Columns, Operation
 
+LLOYD_PASSES = 50
 
-def choose_points(operation: Operation, candidates: Columns, count: int, seed: int = 0) -> np.ndarray:
-    """Return the positions of ``count`` candidates to time, ascending and distinct.
 
-    ``candidates`` holds the operation's raw features of every case that could be timed. Where routing was drawn at
-    random and is not known row by row, give only cases whose features are exact: one noisy point in twenty costs more
-    than a case of a better place gains.
+def choose_points(
+    operation: Operation, candidates: Columns, count: int, seed: int = 0, timed: Sequence[int] = ()
+) -> np.ndarray:
+    """Return the positions of ``count`` more candidates to time, ascending and distinct.
+
+    ``candidates`` holds the operation's raw features of every case that could be timed; ``timed`` are positions that
+    are timed already: they stand for clusters of their own, and the ends of the sizes are taken to be among them.
+    Where routing was drawn at random and is not known row by row, give only cases whose features are exact: one noisy
+    point in twenty costs more than a case of a better place gains.
 
     Raises
     ------
@@ -26,15 +33,34 @@ def choose_points(operation: Operation, candidates: Columns, count: int, seed: i
     """
     if not count >= 1:
         raise ValueError(f"Expected count >= 1, got {count}.")
-    place = _place(operation, candidates)
-    if count >= len(place):
-        return np.arange(len(place))
-    chosen = _ends(operation, candidates, place)[:count]
-    for centre in _centres(place, count - len(chosen), seed):
+    place, fixed = _place(operation, candidates), list(timed)
+    if count + len(fixed) >= len(place):
+        return np.setdiff1d(np.arange(len(place)), fixed)
+    chosen = [] if fixed else _ends(operation, candidates, place)[:count]
+    missing = count - len(chosen)
+    centres = _centres_between(place, fixed, missing, seed) if fixed else _centres(place, missing, seed)
+    for centre in centres:
         distance = ((place - centre) ** 2).sum(axis=1)
-        distance[chosen] = np.inf
+        distance[fixed + chosen] = np.inf
         chosen.append(int(np.argmin(distance)))
     return np.array(sorted(chosen), dtype=np.int64)
+
+
+def every_end(operation: Operation, candidates: Columns) -> list[int]:
+    """Return few positions that hold the least and the largest value of every feature that is no shape."""
+    place = _place(operation, candidates)
+    middle = np.median(place, axis=0)
+    names = [name for name in operation.features if name not in operation.shape and name not in operation.zero_allowed]
+    ends = [candidates[name] == end for name in names for end in (candidates[name].min(), candidates[name].max())]
+    chosen: list[int] = []
+    # Ends that few cases hold come first: those cases often hold others too.
+    for holders in sorted(ends, key=lambda holders: int(holders.sum())):
+        if not holders[chosen].any():
+            rows = np.flatnonzero(holders)
+            shared = np.sum([one[rows] for one in ends], axis=0)
+            rows = rows[shared == shared.max()]
+            chosen.append(int(rows[np.argmin(((place[rows] - middle) ** 2).sum(axis=1))]))
+    return chosen
 
 
 def random_points(operation: Operation, candidates: Columns, count: int, seed: int = 0) -> np.ndarray:
@@ -72,3 +98,32 @@ def _centres(place: np.ndarray, count: int, seed: int) -> np.ndarray:
     # One thread: the sums of several differ in their last bits, and a tie would choose another point.
     with threadpool_limits(1):
         return np.asarray(KMeans(count, n_init=1, random_state=seed).fit(place).cluster_centers_)
+
+
+def _centres_between(place: np.ndarray, fixed: list[int], count: int, seed: int) -> np.ndarray:
+    """Return ``count`` centres of k-means clusters where the ``fixed`` places are centres that never move."""
+    rng = np.random.default_rng(seed)
+    centres = place[fixed]
+    nearest = _squares(place, centres).min(axis=1)
+    for _ in range(count):
+        # As in k-means++: far places are likelier, and one that is a centre already has no chance.
+        weight = nearest if nearest.sum() > 0 else np.ones_like(nearest)
+        centres = np.vstack([centres, place[rng.choice(len(place), p=weight / weight.sum())]])
+        nearest = np.minimum(nearest, ((place - centres[-1]) ** 2).sum(axis=1))
+    label = np.full(len(place), -1)
+    for _ in range(LLOYD_PASSES):
+        before, label = label, _squares(place, centres).argmin(axis=1)
+        if np.array_equal(before, label):
+            break
+        for k in range(len(fixed), len(centres)):
+            if (label == k).any():
+                centres[k] = place[label == k].mean(axis=0)
+    return np.asarray(centres[len(fixed) :])
+
+
+def _squares(place: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Return squared distances [places, centres], summed in one order whatever the machine."""
+    total = np.zeros((len(place), len(centres)))
+    for d in range(place.shape[1]):
+        total += (place[:, d, None] - centres[None, :, d]) ** 2
+    return total

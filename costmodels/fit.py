@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,6 +57,7 @@ def fit_cost_model(
     params, observer = params or FitParams(), observer or Observer()
     batches = [measurements] if isinstance(measurements, Measurements) else list(measurements)
     fingerprint = _one_device(batches)
+    _warn_of_unsteady(batches)
     present = [
         (OPERATIONS[name], direction, rows)
         for name in OPERATIONS
@@ -217,6 +219,16 @@ def _split_empty(operation: Operation, rows: Columns) -> tuple[float | None, Col
     if not filled.any():
         raise RoutePackError(f"Every measured row of {operation.name} is empty. Profile sizes above 0.")
     return float(np.median(rows["time_us"][~filled])), {name: column[filled] for name, column in rows.items()}
+
+
+def _warn_of_unsteady(batches: list[Measurements]) -> None:
+    for batch in batches:
+        if problems := (batch.meta.get("steadiness") or {}).get("problems"):
+            warnings.warn(
+                f"These measurements are not steady: {'; '.join(problems)}. Profile again on a quiet machine before "
+                "you trust what is learned from them.",
+                stacklevel=3,
+            )
 
 
 def _one_device(batches: list[Measurements]) -> DeviceFingerprint:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from costmodels.operations import DIRECTIONS
+from costmodels.table_notes import measured_length_max, measured_rows_max, table_notes
 from costmodels.tables import StepTables, lookup_many_ns, node_shift, table_nodes
 from profiler import ModelSpec, Topology
 from profiler.cases import causal_pairs, padded_rows
@@ -39,11 +40,13 @@ class LayerClass:
     moe: bool
     direction: str
     layers: int
+    linear: bool = False
+    """Its attention is a gated delta rule."""
 
     @property
     def name(self) -> str:
         """``full/moe/forward`` and the like."""
-        attention = f"window{self.window}" if self.window else "full"
+        attention = "linear" if self.linear else f"window{self.window}" if self.window else "full"
         return f"{attention}/{'moe' if self.moe else 'dense'}/{self.direction}"
 
 
@@ -55,12 +58,13 @@ class Pricer:
         self.has = {op for op, _ in model.models}
 
     def classes(self) -> list[LayerClass]:
-        """Return every (window, MoE or dense, direction) of the model, in order of appearance."""
-        kinds = list(zip(self.spec.windows, self.spec.moe_layers, strict=True))
-        distinct = dict.fromkeys(kinds)
+        """Return every (window or linear, MoE or dense, direction) of the model, in order of appearance."""
+        spec = self.spec
+        linear = spec.linear_layers or (False,) * spec.num_layers
+        kinds = list(zip(spec.windows, spec.moe_layers, linear, strict=True))
         return [
-            LayerClass(*kind, direction, kinds.count(kind) * self.passes(direction))
-            for kind in distinct
+            LayerClass(window, moe, direction, kinds.count((window, moe, mark)) * self.passes(direction), mark)
+            for window, moe, mark in dict.fromkeys(kinds)
             for direction in DIRECTIONS
         ]
 
@@ -68,61 +72,69 @@ class Pricer:
         """Return how often a layer runs in a direction per microbatch: forward twice where it is recomputed."""
         return 2 if direction == "forward" and self.model.params.recompute_activations else 1
 
-    def attention_shape(self, window: int) -> dict[str, int]:
+    def attention_shape(self, window: int, linear: bool = False) -> dict[str, int]:
         """Return the shape features of the attention core on one tensor-parallel rank."""
-        spec, tensor = self.spec, self.topology.tensor_model_parallel_size
-        return {
-            "num_heads": max(1, spec.num_attention_heads // tensor),
-            "num_kv_heads": max(1, spec.num_key_value_heads // tensor),
-            "qk_head_dim": spec.qk_head_dim,
-            "v_head_dim": spec.v_head_dim,
-            "window": window,
-        }
+        heads = self.spec.attention_heads(self.topology.tensor_model_parallel_size, linear)
+        names = ("num_heads", "num_kv_heads", "qk_head_dim", "v_head_dim")
+        return dict(zip(names, heads, strict=True)) | ({} if linear else {"window": window})
 
-    def full_cell(self, length: np.ndarray, window: int) -> dict[str, np.ndarray]:
+    def full_cell(self, length: np.ndarray, window: int, linear: bool = False) -> dict[str, np.ndarray]:
         """Return the attention features of cells filled with equal sequences of each length."""
         count = np.maximum(1, self.max_tokens // length)
-        sizes = {
-            "tokens": count * length,
-            "pairs": count * causal_pairs(length, window),
-            "num_sequences": count,
-            "max_length": length,
-        }
-        return sizes | {name: np.full_like(length, value) for name, value in self.attention_shape(window).items()}
+        sizes = {"tokens": count * length, "num_sequences": count, "max_length": length}
+        if not linear:
+            sizes["pairs"] = count * causal_pairs(length, window)
+        shape = self.attention_shape(window, linear)
+        return sizes | {name: np.full_like(length, value) for name, value in shape.items()}
 
     def sequence_ns(self, length: np.ndarray, kind: LayerClass) -> np.ndarray:
         """Return the time one sequence adds to its full cell, floor taken off; 0 at length 0."""
         result = np.zeros(length.size)
         some = length > 0
-        features = self.full_cell(length[some], kind.window)
-        time_us, _ = self.model.predict_us("attention", kind.direction, features)
+        features = self.full_cell(length[some], kind.window, kind.linear)
+        time_us, _ = self.model.predict_us(_core_of(kind), kind.direction, features)
         floor_us = self._attention_floor_us(kind)
         share = features["num_sequences"] * self.topology.context_parallel_size
         result[some] = np.maximum(time_us - floor_us, 0.0) / share * 1e3
         return result
 
     def _attention_floor_us(self, kind: LayerClass) -> float:
-        shape = {**self.attention_shape(kind.window), "tokens": 1}
-        return self.model.floor_us("attention", kind.direction, _vectors(shape))
+        shape = {**self.attention_shape(kind.window, kind.linear), "tokens": 1}
+        return self.model.floor_us(_core_of(kind), kind.direction, _vectors(shape))
 
-    def gemms(self, moe: bool) -> tuple[tuple[int, int], ...]:
+    def gemms(self, moe: bool, linear: bool = False) -> tuple[tuple[int, int], ...]:
         """Return the (n, k) of the dense GEMMs of one layer on one tensor-parallel rank."""
         spec, tensor = self.spec, self.topology.tensor_model_parallel_size
         width = spec.shared_intermediate_size if moe else spec.dense_intermediate_size
-        return (*spec.attention_projections(tensor), *spec.feed_forward(width, tensor))
+        return (*spec.attention_projections(tensor, linear), *spec.feed_forward(width, tensor))
 
     def cell_ns(self, tokens: np.ndarray, kind: LayerClass) -> np.ndarray:
-        """Return floors and dense GEMMs of one layer for cells of so many tokens."""
+        """Return floors, dense GEMMs and router of one layer for cells of so many tokens."""
         total_us = np.full(tokens.size, self._attention_floor_us(kind))
+        if kind.moe and "router" in self.has:
+            # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
+            total_us += self._floored_us("router", kind.direction, tokens, self.topology.ranks_per_slot,
+                                         self.router_shape())  # fmt: skip
         if "dense" not in self.has:
             return total_us * 1e3
-        local = np.maximum(tokens / self.topology.context_parallel_size, 1.0)
-        for n, k in self.gemms(kind.moe):
-            features = {"tokens": local, "n": np.full(local.size, n), "k": np.full(local.size, k)}
-            time_us, _ = self.model.predict_us("dense", kind.direction, features)
-            floor_us = self.model.floor_us("dense", kind.direction, _vectors({"tokens": 1, "n": n, "k": k}))
-            total_us += np.where(tokens > 0, np.maximum(time_us, floor_us), floor_us)
+        for n, k in self.gemms(kind.moe, kind.linear):
+            share = self.topology.context_parallel_size
+            total_us += self._floored_us("dense", kind.direction, tokens, share, {"n": n, "k": k})
         return total_us * 1e3
+
+    def router_shape(self) -> dict[str, int]:
+        """Return the shape features of the router."""
+        return {"hidden_size": self.spec.hidden_size, "num_experts": self.spec.num_experts, "top_k": self.spec.top_k}
+
+    def _floored_us(
+        self, op: str, direction: str, tokens: np.ndarray, ranks: int, shape: dict[str, int]
+    ) -> np.ndarray:  # fmt: skip
+        """Return the time of a rank's share of the tokens, never below that of a call with nothing to do."""
+        local = np.maximum(tokens / ranks, 1.0)
+        features = {"tokens": local, **{name: np.full(local.size, value) for name, value in shape.items()}}
+        floor_us = self.model.floor_us(op, direction, _vectors({"tokens": 1, **shape}))
+        time_us, _ = self.model.predict_us(op, direction, features)
+        return np.where(tokens > 0, np.maximum(time_us, floor_us), floor_us)
 
     def experts_shape(self) -> dict[str, int]:
         """Return the shape features of one rank's experts."""
@@ -171,10 +183,44 @@ class Pricer:
         if ranks == 1 or "alltoall" not in self.has:
             return total_us
         sent = rows / self.topology.blocks_per_slot * self.spec.hidden_size * 2.0
-        features = {"bytes": np.maximum(sent, 1.0), "ranks": np.full(rows.size, ranks)}
+        outside = self.outside_share() if self.knows_network("alltoall") else 0.0
+        features = {"bytes": np.maximum(sent, 1.0), "inter_bytes": outside * sent, "ranks": np.full(rows.size, ranks)}
         for direction in DIRECTIONS:
             total_us += 2.0 * self.passes(direction) * self.model.predict_us("alltoall", direction, features)[0]
         return total_us * 1e3
+
+    def outside_share(self) -> float:
+        """Return the share of an EP rank's peers, itself included, that are on other nodes; 0 if unknown.
+
+        Ranks of a block are consecutive. One rank a node is what a profile of a single process says: it tells nothing,
+        unless exchanges between nodes were timed.
+        """
+        topology, per_node = self.topology, self.model.fingerprint.ranks_per_node
+        if per_node < 1 or (per_node == 1 and not self.knows_network("alltoall", "transfer")):
+            return 0.0
+        inside = max(1, per_node // topology.expert_tensor_parallel_size)
+        return max(0.0, 1.0 - inside / topology.expert_model_parallel_size)
+
+    def knows_network(self, *ops: str) -> bool:
+        """Return whether times between nodes were measured for any of these operations."""
+        models = [self.model.models[op, "forward"] for op in ops if (op, "forward") in self.model.models]
+        return any("inter_bytes" in ranges for model in models for ranges in model.shapes.values())
+
+    def expert_move_ns(self) -> float:
+        """Return the mean time of moving one expert to another rank of its block; 0 where none was measured."""
+        ranks = self.topology.expert_model_parallel_size
+        if ranks == 1 or "transfer" not in self.has:
+            return 0.0
+        size = float(self.spec.expert_bytes(self.topology.expert_tensor_parallel_size))
+        features = {"bytes": np.array([size, size]), "inter_bytes": np.array([0.0, size])}
+        inside_us, between_us = self.model.predict_us("transfer", "forward", features)[0]
+        # Of the other ranks: itself is none of them.
+        between = self.outside_share() * ranks / (ranks - 1) if self.knows_network("transfer") else 0.0
+        return float((1.0 - between) * inside_us + between * between_us) * 1e3
+
+
+def _core_of(kind: LayerClass) -> str:
+    return "linear_attention" if kind.linear else "attention"
 
 
 def skewed_counts(rows: np.ndarray, experts: int) -> np.ndarray:
@@ -231,91 +277,12 @@ def freeze_tables(model: CostModel, spec: ModelSpec, topology: Topology, max_tok
         top_k=spec.top_k,
         slots_per_block=topology.slots_per_block,
         pipeline_stages=topology.pipeline_model_parallel_size,
-        measured_length_max=_measured_length_max(pricer),
-        measured_rows_max=_measured_rows_max(pricer),
-        notes=tuple(_notes(pricer)),
+        measured_length_max=measured_length_max(pricer),
+        measured_rows_max=measured_rows_max(pricer),
+        notes=tuple(table_notes(pricer)),
         key=key,
+        expert_move_ns=round(pricer.expert_move_ns()),
     )
-
-
-def _measured_length_max(pricer: Pricer) -> int:
-    model, _ = pricer.model.model_of("attention", "forward")
-    found = [model.knows(pricer.attention_shape(window)) for window in sorted(set(pricer.spec.windows))]
-    return 0 if None in found else min(int(ranges["max_length"][1]) for ranges in found if ranges)
-
-
-def _measured_rows_max(pricer: Pricer) -> int:
-    ranges = pricer.model.model_of("experts", "forward")[0].knows(pricer.experts_shape())
-    return int(ranges["rows"][1]) * pricer.topology.blocks_per_slot if ranges else 0
-
-
-def _notes(pricer: Pricer) -> list[str]:
-    """Say in one sentence each what is assumed, extrapolated or not priced."""
-    recomputed = ["every layer's forward is priced twice: activations are recomputed"] * (pricer.passes("forward") - 1)
-    return [
-        *recomputed,
-        *_backward_notes(pricer),
-        *_shape_notes(pricer),
-        *_size_notes(pricer),
-        *_exchange_notes(pricer),
-    ]
-
-
-def _backward_notes(pricer: Pricer) -> list[str]:
-    notes = []
-    for op in ("attention", "dense", "experts"):
-        factor = pricer.model.backward_factor(op) if op in pricer.has else None
-        if factor is not None:
-            notes.append(f"backward of {op} is assumed {factor:g}x forward: only forward times were measured")
-    return notes
-
-
-def _shape_notes(pricer: Pricer) -> list[str]:
-    notes = []
-    asked = [("attention", pricer.attention_shape(window)) for window in sorted(set(pricer.spec.windows))]
-    for op, shape in [*asked, ("experts", pricer.experts_shape())]:
-        model = pricer.model.model_of(op, "forward")[0]
-        if model.knows(shape) is None:
-            named = ", ".join(f"{name} {value}" for name, value in shape.items())
-            how = "the physics baseline alone" if model.unseen is None else "the learned model of other shapes"
-            notes.append(f"{op}: shape ({named}) has no measured rows: extrapolated by {how}")
-    for (op, direction), fitted in sorted(pricer.model.models.items()):
-        if fitted.kind == "baseline":
-            notes.append(f"{op} {direction}: priced by the physics baseline alone ({fitted.reasons[0]})")
-    return notes
-
-
-def _size_notes(pricer: Pricer) -> list[str]:
-    notes = []
-    length, rows = _measured_length_max(pricer), _measured_rows_max(pricer)
-    if 0 < length < pricer.max_tokens:
-        notes.append(f"attention: sequences of more than {length} tokens are extrapolated")
-    most = pricer.max_tokens * pricer.topology.slots_per_block * pricer.spec.top_k
-    if 0 < rows < most:
-        notes.append(f"experts: more than {rows} rows on one rank are extrapolated")
-    if "dense" not in pricer.has:
-        return [*notes, "projections are not priced: no dense GEMM was measured"]
-    ranges = pricer.model.model_of("dense", "forward")[0].knows({})
-    tokens = int(ranges["tokens"][1]) * pricer.topology.context_parallel_size if ranges else 0
-    if tokens < pricer.max_tokens:
-        notes.append(f"dense: cells of more than {tokens} tokens are extrapolated")
-    return notes
-
-
-def _exchange_notes(pricer: Pricer) -> list[str]:
-    ranks = pricer.topology.expert_model_parallel_size
-    if ranks == 1:
-        return []
-    if "alltoall" not in pricer.has:
-        return ["dispatch and combine are not priced: no all-to-all was measured"]
-    ranges = pricer.model.model_of("alltoall", "forward")[0].knows({})
-    most = int(ranges["ranks"][1]) if ranges else 0
-    if ranks <= most:
-        return []
-    return [
-        f"dispatch and combine among {ranks} ranks are extrapolated from at most {most} ranks of one node: "
-        "links between nodes are slower than priced"
-    ]
 
 
 def table_errors(

@@ -13,10 +13,12 @@ Ranges = Mapping[tuple[int, ...], Mapping[str, tuple[float, float]]]
 
 
 def shape_ranges(operation: Operation, columns: Columns) -> dict[tuple[int, ...], dict[str, tuple[float, float]]]:
-    """Return every timed shape with the range of each size feature."""
+    """Return every timed shape with the range of each size feature; of one that may be 0 where it ever was more."""
     shapes, inverse = distinct(columns, operation.shape)
-    # Routing inside the timed region is an accident of how rows were timed, not a size of the work.
-    sizes = [name for name in operation.features if name not in operation.shape and name not in operation.zero_allowed]
+    sizes = [
+        name for name in operation.features
+        if name not in operation.shape and (name not in operation.zero_allowed or columns[name].any())
+    ]  # fmt: skip
     order = np.argsort(inverse, kind="stable")
     starts = np.searchsorted(inverse[order], np.arange(len(shapes)))
     low = {name: np.minimum.reduceat(columns[name][order], starts) for name in sizes}
@@ -41,6 +43,9 @@ def excess_octaves(operation: Operation, ranges: Ranges, columns: Columns) -> tu
         rows = np.flatnonzero(inverse == place)
         outside[rows] = False
         for name, (low, high) in known.items():
+            # Bytes between nodes go with all bytes, and routing inside the timed region is an accident of timing.
+            if name in operation.zero_allowed:
+                continue
             value = columns[name][rows]
             excess[rows] = np.maximum(excess[rows], np.log2(value / high))
             outside[rows] |= (value < low) | (value > high)

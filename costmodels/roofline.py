@@ -2,7 +2,8 @@
 
 The loss is soft-L1 (pseudo-Huber) on the log of time, so that a row is judged by its ratio and an outlier counts by its
 size only once. Every parameter is pulled weakly to its default, scaled to the speed of the device at hand, so that what
-few rows leave open stays physical.
+few rows leave open stays physical. A parameter that no row depends on (bytes between nodes, where every row is of one
+node) is not fitted at all.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ def fit_baseline(
 
     columns, time_us = _even_sample(columns, time_us, params.baseline_rows)
     centre = scaled_defaults(operation, columns, time_us)
-    names, log_time = list(centre), np.log(time_us)
+    names, log_time = _in_use(operation, columns, centre), np.log(time_us)
     log_centre = np.log([centre[name] for name in names])
 
     def residuals(point: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", under="ignore"):
-            error = np.log(operation.baseline(columns, dict(zip(names, np.exp(point), strict=True)))) - log_time
+            here = {**centre, **dict(zip(names, np.exp(point), strict=True))}
+            error = np.log(operation.baseline(columns, here)) - log_time
         scaled = error / params.soft_l1_scale
         soft = np.sign(scaled) * np.sqrt(2.0 * (np.sqrt(1.0 + scaled**2) - 1.0)) * params.soft_l1_scale
         return np.concatenate([soft, params.baseline_pull * (point - log_centre)])
@@ -55,7 +57,15 @@ def fit_baseline(
         ftol=1e-6, xtol=1e-6, gtol=1e-9,
     )  # fmt: skip
     # Six digits hide the last bits, in which LAPACK builds and thread counts differ: same rows, same bytes.
-    return {name: float(f"{value:.6g}") for name, value in zip(names, np.exp(found.x), strict=True)}
+    fitted = {**centre, **dict(zip(names, np.exp(found.x), strict=True))}
+    return {name: float(f"{value:.6g}") for name, value in fitted.items()}
+
+
+def _in_use(operation: Operation, columns: Columns, centre: Mapping[str, float]) -> list[str]:
+    """Return the parameters whose change changes the baseline of some row."""
+    before = operation.baseline(columns, centre)
+    changed = {name: operation.baseline(columns, {**centre, name: 2.0 * value}) for name, value in centre.items()}
+    return [name for name, times in changed.items() if not np.array_equal(times, before)]
 
 
 def _even_sample(columns: Columns, time_us: np.ndarray, limit: int) -> tuple[Columns, np.ndarray]:

@@ -98,6 +98,8 @@ class StepTables:
     """What a reader must know: assumed, extrapolated or unpriced parts, one sentence each."""
     key: str
     """Hash of the model, topology and cap these tables are for."""
+    expert_move_ns: int = 0
+    """Measured time of one expert's parameters and optimizer state from rank to rank; 0 where none was measured."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_ns", "cell_ns"):
@@ -129,7 +131,9 @@ class StepTables:
 
     def _scalars(self) -> dict[str, Any]:
         skipped = {"sequence_ns", "cell_ns", "class_layers", "expert_rank_ns", "exchange_ns"}
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
+        # Tables without it keep the hash that they had before it existed.
+        return named if self.expert_move_ns else {k: v for k, v in named.items() if k != "expert_move_ns"}
 
     def save(self, path: Path | str) -> None:
         """Write one ``.npz`` (no pickle; the same bytes for the same tables)."""

@@ -12,21 +12,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from profiler.cases import Case
+from profiler.cases import Case, filled
 
 if TYPE_CHECKING:
     import torch
 
     from profiler.backends import TorchBackend
+    from profiler.kernels import Work
+
+    Core = Callable[..., torch.Tensor]
+    CoreOf = Callable[[Case, TorchBackend], Core]
 
 
-def attention_work(case: Case, backend: TorchBackend) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Return the run of an attention case and the tensors it is differentiated by."""
+def attention_work(case: Case, backend: TorchBackend, core_of: CoreOf | None = None) -> Work:
+    """Return the run of an attention case and the tensors it is differentiated by.
+
+    ``core_of(case, backend)`` builds another core than torch's own: (queries, keys, values) -> outputs.
+    """
     f = case.features
     query_THD = backend.tensor(f["tokens"], f["num_heads"], f["qk_head_dim"])
     key_TGD = backend.tensor(f["tokens"], f["num_kv_heads"], f["qk_head_dim"])
     value_TGD = backend.tensor(f["tokens"], f["num_kv_heads"], f["v_head_dim"])
-    core = _varlen_core(case, backend) if backend.kind == "cuda" else _sequence_core(case)
+    core = (core_of or (_varlen_core if backend.kind == "cuda" else _sequence_core))(case, backend)
     extra = f["qk_head_dim"] - f["v_head_dim"]
 
     def run() -> torch.Tensor:
@@ -39,12 +46,22 @@ def attention_work(case: Case, backend: TorchBackend) -> tuple[Callable[[], torc
     return run, (query_THD, key_TGD, value_TGD)
 
 
-def _varlen_core(case: Case, backend: TorchBackend) -> Callable[..., torch.Tensor]:
+def packed_starts(case: Case, backend: TorchBackend) -> tuple[torch.Tensor, int]:
+    """Return where the sequences of a cell start and end, int32, and a bound on their lengths, for packed kernels.
+
+    Empty sequences are left out, and the bound is at least 2: some versions fail on length 0, or take a longest length
+    of 1 for decoding.
+    """
     import torch
+
+    starts = torch.tensor((0, *filled(case.parts)), device=backend.device).cumsum(0).to(torch.int32)
+    return starts, max(2, case.features["max_length"])
+
+
+def _varlen_core(case: Case, backend: TorchBackend) -> Core:
     from torch.nn.attention.varlen import varlen_attn
 
-    starts = torch.tensor((0, *case.parts), device=backend.device).cumsum(0).to(torch.int32)
-    longest, window = case.features["max_length"], case.features["window"]
+    (starts, longest), window = packed_starts(case, backend), case.features["window"]
     # The kernel counts keys to the left of the query, we count the query itself too.
     reach = (window - 1, 0) if window else (-1, 0)
     grouped = case.features["num_heads"] != case.features["num_kv_heads"]
@@ -57,10 +74,10 @@ def _varlen_core(case: Case, backend: TorchBackend) -> Callable[..., torch.Tenso
     return core
 
 
-def _sequence_core(case: Case) -> Callable[..., torch.Tensor]:
+def _sequence_core(case: Case, backend: TorchBackend) -> Core:
     import torch
 
-    lengths, window = list(case.parts), case.features["window"]
+    lengths, window = list(filled(case.parts)), case.features["window"]
 
     def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         # split, not slices: the gradient of n slices would write n times the whole tensor.

@@ -7,28 +7,39 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from profiler.device import query_nvidia_smi, usable_cores
+from profiler.device_facts import usable_cores
 from profiler.errors import RoutePackError
-from profiler.params import ProfileParams
+from profiler.params import FLOAT8, ProfileParams
+from profiler.readings import read_cpu, read_gpu
 
 if TYPE_CHECKING:
     import torch
 
 FLUSH_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Written between runs, so that every run starts from caches that hold something else."""
+MAX_WRITES = 8
+"""Most writes of that buffer before one run: enough to hide launches of half a millisecond on a fast card."""
+COVER = 1.5
+"""A flush lasts at least this many times as long as the host needs to launch the run behind it."""
+POOL_ELEMENTS = (1 << 21) + 7
+"""Normal numbers that are drawn once; every tensor is filled from them, shifted. Odd, so that rows do not repeat."""
 HEAVY_OPS = ("mm", "attention", "flash")
 """An operation whose name holds one of these does the work; the rest moves or views."""
 LISTED_KERNELS = 3
 
 
 class TorchBackend:
-    """Run torch on one device with a fixed type and thread count."""
+    """Run torch on one device with a fixed type and thread count.
+
+    Invariant: ``busy_s`` is the wall time spent inside flushes and runs, and nothing else.
+    """
 
     def __init__(self, kind: str, params: ProfileParams) -> None:
         try:
@@ -40,11 +51,18 @@ class TorchBackend:
             ) from None
         self.kind = kind
         self.device = torch.device(kind)
-        self.dtype_name = _native_dtype(kind) if params.dtype == "auto" else params.dtype
+        wanted = "bfloat16" if params.dtype == FLOAT8 else params.dtype
+        self.dtype_name = _native_dtype(kind) if wanted == "auto" else wanted
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.threads = params.threads or max(1, usable_cores() - 1)
         self._flush = torch.empty(FLUSH_BYTES[kind], dtype=torch.uint8, device=self.device)
         self.generator = torch.Generator(device=self.device).manual_seed(params.seed)
+        self._pool = torch.randn(POOL_ELEMENTS, dtype=self.dtype, device=self.device, generator=self.generator)
+        self._drawn = 0
+        self._writes, self._write_s = 1, 0.0
+        self.busy_s = 0.0
+        self.runs = 0
+        """Runs timed so far, warm-up included."""
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
@@ -65,40 +83,86 @@ class TorchBackend:
 
     def tensor(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Return a seeded normal tensor that wants a gradient."""
+        return self.filled(*shape, scale=scale).requires_grad_()
+
+    def filled(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Return a tensor of seeded normal numbers, copied from a pool: drawing them anew takes longer than the run."""
         import torch
 
-        drawn = torch.randn(*shape, dtype=self.dtype, device=self.device, generator=self.generator)
-        return drawn.mul_(scale).requires_grad_()
+        made = torch.empty(shape, dtype=self.dtype, device=self.device)
+        flat, filled = made.view(-1), 0
+        while filled < flat.numel():
+            count = min(flat.numel() - filled, POOL_ELEMENTS - self._drawn)
+            torch.mul(self._pool[self._drawn : self._drawn + count], scale, out=flat[filled : filled + count])
+            filled, self._drawn = filled + count, (self._drawn + count) % POOL_ELEMENTS
+        return made
 
     @property
     def flush_bytes(self) -> int:
-        """Bytes that one flush writes."""
+        """Bytes that one write of a flush touches."""
         return self._flush.nbytes
 
     def flush(self) -> None:
-        """Displace what the caches hold."""
-        self._flush.zero_()
+        """Displace what the caches hold; on CUDA for long enough that the launches of the next run hide behind it."""
+        began = time.perf_counter()
+        for _ in range(self._writes):
+            self._flush.zero_()
+        self.busy_s += time.perf_counter() - began
+
+    def warm_up(self, seconds: float) -> None:
+        """Keep the device at work for so long: after idling, clocks first have to rise."""
+        import torch
+
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline:
+            self.flush()
+            if self.kind == "cuda":
+                self.busy_s -= time.perf_counter()
+                torch.cuda.synchronize()
+                self.busy_s += time.perf_counter()
 
     def elapsed_us(self, run: Callable[[], Any]) -> float:
-        """Return the time of one run: events on CUDA, the performance counter on CPU.
+        """Return the time of one run, whose result is freed after the clock stopped."""
+        return self.timed(run)[0]
+
+    def timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
+        """Return the time of one run and its result: events on CUDA, the performance counter on CPU.
 
         On CUDA nothing waits between the flush before and the run: launches hide behind it, as they do in training.
         """
         import torch
 
+        self.runs += 1
+        began = time.perf_counter()
         if self.kind == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             kept = run()
             end.record()
+            launched = time.perf_counter()
             end.synchronize()
             elapsed = start.elapsed_time(end) * 1e3
+            self._cover(launched - began)
         else:
-            began = time.perf_counter()
             kept = run()
             elapsed = (time.perf_counter() - began) * 1e6
-        del kept  # Freed after the clock stopped.
-        return float(elapsed)
+        self.busy_s += time.perf_counter() - began
+        return float(elapsed), kept
+
+    def _cover(self, launch_s: float) -> None:
+        """Let the next flush last longer than the launches of a run like this one."""
+        import torch
+
+        if not self._write_s:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for event in (None, start, end):  # The first write only gets the device going.
+                if event is not start:
+                    self._flush.zero_()
+                if event is not None:
+                    event.record()
+            end.synchronize()
+            self._write_s = max(start.elapsed_time(end) * 1e-3, 1e-6)
+        self._writes = min(MAX_WRITES, max(1, math.ceil(COVER * launch_s / self._write_s)))
 
     def free_bytes(self) -> int:
         """Return the memory that is free now."""
@@ -115,19 +179,46 @@ class TorchBackend:
         if self.kind == "cuda":
             torch.cuda.empty_cache()
 
-    def readings(self) -> str:
-        """Return clock, temperature and power of the device as its driver words them; empty on CPU."""
+    def readings(self) -> dict[str, float]:
+        """Return clock, temperature, power and throttle reasons of the device as numbers, as far as it tells them."""
         if self.kind != "cuda":
-            return ""
-        return query_nvidia_smi("--query-gpu=clocks.sm,temperature.gpu,power.draw", "--format=csv,noheader")
+            return read_cpu()
+        import torch
 
-    def kernels(self, run: Callable[[], Any]) -> str:
-        """Return the names of what did the work in one run, sorted and joined by `` + ``."""
+        return read_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+
+    def named(self, run: Callable[[], Any]) -> tuple[str, float, Any]:
+        """Return the names of what did the work in one run, its time as a warm-up run, and its result."""
         if self.kind == "cuda":
-            named = _cuda_kernels(run)
-            if named:
-                return named
-        return _dispatched_ops(run)
+            found = self._device_kernels(run)
+            if found[0]:
+                return found
+            del found  # Its result makes room for the next.
+        with _recorder() as names:
+            elapsed, kept = self.timed(run)
+        heavy = sorted(name for name in names if any(word in name for word in HEAVY_OPS))
+        return " + ".join(heavy or sorted(names)[:LISTED_KERNELS]), elapsed, kept
+
+    def _device_kernels(self, run: Callable[[], Any]) -> tuple[str, float, Any]:
+        """Name the longest device kernels of one run and their number; no names where torch's profiler cannot tell."""
+        from torch.profiler import ProfilerActivity, profile
+
+        try:
+            with _quiet_stderr():
+                trace = profile(activities=[ProfilerActivity.CUDA])
+                trace.start()
+        except (RuntimeError, AssertionError):
+            return "", 0.0, None
+        names: list[str] = []
+        try:
+            elapsed, kept = self.timed(run)
+        finally:
+            with _quiet_stderr(), contextlib.suppress(RuntimeError, AttributeError):
+                trace.stop()
+                events = [event for event in trace.key_averages() if "CUDA" in str(event.device_type)]
+                events.sort(key=lambda event: -event.self_device_time_total)
+                names = [f"{event.key[:80]} x{event.count}" for event in events[:LISTED_KERNELS]]
+        return " + ".join(names), elapsed, kept
 
 
 def _native_dtype(kind: str) -> str:
@@ -149,7 +240,9 @@ def _free_host_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _dispatched_ops(run: Callable[[], Any]) -> str:
+@contextlib.contextmanager
+def _recorder() -> Iterator[set[str]]:
+    """Collect the names of the operations that torch dispatches meanwhile."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     names: set[str] = set()
@@ -160,23 +253,7 @@ def _dispatched_ops(run: Callable[[], Any]) -> str:
             return func(*args, **(kwargs or {}))
 
     with Recorder():
-        run()
-    heavy = sorted(name for name in names if any(word in name for word in HEAVY_OPS))
-    return " + ".join(heavy or sorted(names)[:LISTED_KERNELS])
-
-
-def _cuda_kernels(run: Callable[[], Any]) -> str:
-    """Return the longest device kernels of one run and their number; empty where torch's profiler cannot tell."""
-    from torch.profiler import ProfilerActivity, profile
-
-    try:
-        with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-            run()
-        events = [event for event in trace.key_averages() if "CUDA" in str(event.device_type)]
-        events.sort(key=lambda event: -event.self_device_time_total)
-    except (RuntimeError, AttributeError):
-        return ""
-    return " + ".join(f"{event.key[:80]} x{event.count}" for event in events[:LISTED_KERNELS])
+        yield names
 
 
 @contextlib.contextmanager

@@ -1,7 +1,10 @@
-"""Choose the cases of a sweep: which sizes, spread how, as many as the device affords.
+"""Lay out the pool of a sweep: every case that is worth timing, of which rounds choose a few.
 
 Sizes are spaced in log between small and the largest that the job can meet, both ends included; where the device
-cannot finish the largest in the time or memory given, the range ends at the largest that it can, and says so.
+cannot finish the largest in the time or memory given, the range ends at the largest that it can, and says so. Cells and
+loads of the user's own steps join with the pattern ``seen``.
+
+A *class* is what is chosen from as one: an operation, for attention each window, for dense each shape.
 """
 
 from __future__ import annotations
@@ -13,30 +16,49 @@ from typing import Any
 
 import numpy as np
 
-from profiler.cases import Case, attention_features, experts_features
+from profiler.cases import Case, attention_features, experts_features, linear_attention_features
 from profiler.errors import RoutePackError
 from profiler.model_spec import ModelSpec
-from profiler.params import ProfileParams
+from profiler.params import FLOAT8, ProfileParams
+from profiler.seen import Seen
 from profiler.topology import Topology
 from profiler.work import Rates, case_bytes, case_seconds
 
+SEEN = "seen"
+"""Pattern of cases taken from the user's own steps."""
 MIN_LENGTH = 32
 MIN_ROWS = 4
 LENGTH_SIGMA = 0.9
 """Spread of drawn lengths: real rollouts are about log-normal."""
-SKEWS = (0.5, 1.2)
-"""Spreads of drawn expert loads: what a step shows, and a hot batch."""
+SIZES, FINE_SIZES = 12, 32
+"""Sizes of a range where other things vary too, and where the size is all there is."""
+FILLS = (1, 2, 4, 8, 16)
+"""Cells of equal sequences are full, half full and so on: full ones are priced most, the others show the floor."""
+MEDIAN_SHARES = (4, 8, 16, 32, 64)
+"""Median of mixed lengths, as parts of the cell."""
+SKEWS = (0.25, 0.5, 0.8, 1.2, 1.8)
+"""Spreads of drawn expert loads: what a step shows, and hot batches."""
+HOT_SHARES = (0.3, 0.6, 1.0)
+"""Share of all rows that goes to one expert."""
+EMPTY_PARTS = (2, 4)
+"""Of partly empty ranks, one expert in so many has rows."""
 RUNS_OUTSIDE_REPEATS = 2
 """Warm-up runs that a case must afford besides its least repeats."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """Hold the cases of a sweep and what was left out."""
+    """Hold the pool of a sweep and what was left out."""
 
     cases: tuple[Case, ...]
     limits: tuple[dict[str, Any], ...]
     """One entry per range that the device cannot finish: ``op``, ``what``, ``wanted``, ``designed``, ``reason``."""
+
+
+def class_of(case: Case) -> tuple[str, int, int, int]:
+    """Return what a case is chosen among: operation, window, n and k (0 where there is none)."""
+    window, n, k = (case.features.get(name, 0) for name in ("window", "n", "k"))
+    return case.op, window, n, k
 
 
 class _Budget:
@@ -72,9 +94,10 @@ class _Budget:
 
 
 def design_cases(
-    spec: ModelSpec, topology: Topology, max_tokens: int, params: ProfileParams, rates: Rates, item_bytes: int
-) -> Design:
-    """Return the cases for one model, topology and token cap, in a seeded order.
+    spec: ModelSpec, topology: Topology, max_tokens: int, params: ProfileParams, rates: Rates, item_bytes: int,
+    seen: Seen | None = None,
+) -> Design:  # fmt: skip
+    """Return the pool for one model, topology and token cap, in a seeded order.
 
     Raises
     ------
@@ -87,20 +110,20 @@ def design_cases(
             f"{topology.expert_model_parallel_size} must divide them."
         )
     rng = np.random.default_rng(params.seed)
-    budget = _Budget(params, rates, item_bytes)
-    largest_cell = max(1, round(max_tokens * params.size_fraction))
+    budget, seen = _Budget(params, rates, item_bytes), seen or Seen()
+    largest = max(1, round(max_tokens * params.size_fraction))
+    tensor = topology.tensor_model_parallel_size
     cases: list[Case] = []
-    for window in sorted(set(spec.windows)):
-        cases += _attention_cases(spec, topology, largest_cell, window, params.max_points, budget, rng)
-    cases += _dense_cases(spec, topology, largest_cell, params.max_points, budget)
-    cases += _experts_cases(spec, topology, largest_cell, params, budget, rng)
-    for op in ("attention", "dense", "experts"):
-        if not any(case.op == op for case in cases):
-            reason = next((limit["reason"] for limit in budget.limits if limit["op"] == op), "no size fits")
-            raise RoutePackError(
-                f"This device affords no case of {op} for {spec.name}: {reason}. Raise that limit in the profile "
-                "section, use larger parallel sizes or a larger device, or import --published timings."
-            )
+    for window in spec.attention_windows:
+        heads, label = spec.attention_heads(tensor), f"window {window}" if window else "full attention"
+        cases += _cells(_attention(heads, window), label, largest, budget, seen)
+    if any(spec.linear_layers):
+        heads = spec.attention_heads(tensor, linear=True)
+        cases += _cells(_linear_attention(heads), "linear attention", largest, budget, seen)
+    cases += _dense_cases(spec, topology, largest, budget)
+    cases += _router_cases(spec, topology, largest, budget)
+    cases += _experts_cases(spec, topology, largest, params, budget, rng, seen)
+    _check_every_operation(cases, spec, budget)
     distinct: dict[str, Case] = {}
     for case in cases:
         distinct.setdefault(case.case_id("forward", ""), case)
@@ -109,48 +132,58 @@ def design_cases(
     return Design(tuple(listed[i] for i in order), tuple(budget.limits))
 
 
+def _check_every_operation(cases: list[Case], spec: ModelSpec, budget: _Budget) -> None:
+    linear = ("linear_attention",) if any(spec.linear_layers) else ()
+    for op in ("attention", *linear, "dense", "router", "experts"):
+        if not any(case.op == op for case in cases):
+            reason = next((limit["reason"] for limit in budget.limits if limit["op"] == op), "no size fits")
+            raise RoutePackError(
+                f"This device affords no case of {op} for {spec.name}: {reason}. Raise that limit in the profile "
+                "section, use larger parallel sizes or a larger device, or import --published timings."
+            )
+
+
 def log_sizes(low: int, high: int, points: int) -> list[int]:
     """Return at most ``points`` distinct integers, even in log, ``low`` and ``high`` included."""
     low = min(low, high)
     return sorted({round(float(size)) for size in np.geomspace(low, high, max(2, points))})
 
 
-def _attention_cases(
-    spec: ModelSpec, topology: Topology, largest: int, window: int, points: int, budget: _Budget,
-    rng: np.random.Generator,
-) -> list[Case]:  # fmt: skip
-    """Return cells of one sequence, of equal sequences, and of mixed lengths, a third of the points each."""
-    tensor = topology.tensor_model_parallel_size
-    heads = (
-        max(1, spec.num_attention_heads // tensor), max(1, spec.num_key_value_heads // tensor),
-        spec.qk_head_dim, spec.v_head_dim,
-    )  # fmt: skip
+CellCase = Callable[[str, tuple[int, ...]], Case]
+"""From a pattern and sequence lengths to the case of one cell."""
 
-    def cell(pattern: str, lengths: tuple[int, ...]) -> Case:
-        return Case("attention", pattern, attention_features(lengths, heads, window), lengths)
+
+def _attention(heads: tuple[int, int, int, int], window: int) -> CellCase:
+    return lambda pattern, lengths: Case("attention", pattern, attention_features(lengths, heads, window), lengths)
+
+
+def _linear_attention(heads: tuple[int, int, int, int]) -> CellCase:
+    return lambda pattern, lengths: Case(
+        "linear_attention", pattern, linear_attention_features(lengths, heads), lengths
+    )
+
+
+def _cells(cell: CellCase, label: str, largest: int, budget: _Budget, seen: Seen) -> list[Case]:
+    """Return cells as the user's steps hold them, of one sequence, of equal sequences and of mixed lengths."""
 
     def mixed(total: int) -> Case:
-        return cell("mixed", mixed_lengths(total, total / 4))
+        return cell("mixed", mixed_lengths(total, total / MEDIAN_SHARES[0]))
 
     def even(length: int) -> Callable[[int], Case]:
         return lambda count: cell("even", (length,) * count)
 
-    label = f"window {window}" if window else "full attention"
-    longest = budget.largest(f"{label}, tokens of one sequence", largest, lambda length: even(length)(1))
+    longest = budget.largest(f"{label}, tokens of one sequence", largest, lambda length: cell("single", (length,)))
     most = budget.largest(f"{label}, tokens of mixed lengths", largest, mixed)
     if not longest or not most:
         return []
-    share = points // 3
-    cases = [cell("single", (length,)) for length in log_sizes(MIN_LENGTH, longest, share)]
-    for i, length in enumerate(log_sizes(MIN_LENGTH, max(1, longest // 2), points - 2 * share)):
+    cases = [cell(SEEN, lengths) for lengths in seen.cells]
+    cases += [cell("single", (length,)) for length in log_sizes(MIN_LENGTH, longest, FINE_SIZES)]
+    for length in log_sizes(MIN_LENGTH, max(1, longest // 2), SIZES):
         full = budget.largest("", max(1, largest // length), even(length))
-        # Full cells are what a planner prices; a part-full one tells the floor from the slope.
-        cases.append(even(length)(max(1, full if i % 2 == 0 else full // 4)))
-    for total in log_sizes(8 * MIN_LENGTH, most, share):
-        median = total * float(np.exp(rng.uniform(np.log(1 / 32), np.log(1 / 4))))
-        drawn = cell("mixed", mixed_lengths(total, median))
-        cases += [] if budget.refusal(drawn) else [drawn]
-    return cases
+        cases += [even(length)(max(1, full // part)) for part in FILLS]
+    for total in log_sizes(8 * MIN_LENGTH, most, SIZES):
+        cases += [cell("mixed", mixed_lengths(total, total / part)) for part in MEDIAN_SHARES]
+    return [case for case in cases if not budget.refusal(case)]
 
 
 def mixed_lengths(total: int, median: float) -> tuple[int, ...]:
@@ -170,34 +203,48 @@ def split_exactly(total: int, weights: np.ndarray) -> np.ndarray:
     return parts
 
 
-def _dense_cases(spec: ModelSpec, topology: Topology, largest: int, points: int, budget: _Budget) -> list[Case]:
+def _dense_cases(spec: ModelSpec, topology: Topology, largest: int, budget: _Budget) -> list[Case]:
     tensor = topology.tensor_model_parallel_size
     shapes = [*spec.attention_projections(tensor), *spec.feed_forward(spec.shared_intermediate_size, tensor)]
+    if any(spec.linear_layers):
+        shapes += spec.attention_projections(tensor, linear=True)
     if not all(spec.moe_layers):
         shapes += spec.feed_forward(spec.dense_intermediate_size, tensor)
-    shapes = sorted(set(shapes))
     most = max(1, largest // topology.context_parallel_size)
     cases = []
-    for n, k in shapes:
+    for n, k in sorted(set(shapes)):
 
         def gemm(tokens: int, n: int = n, k: int = k) -> Case:
             return Case("dense", "", {"tokens": tokens, "n": n, "k": k})
 
         afforded = budget.largest(f"{n} x {k}, tokens", most, gemm)
-        cases += [gemm(tokens) for tokens in log_sizes(1, afforded, max(4, points // len(shapes)))] if afforded else []
+        cases += [gemm(tokens) for tokens in log_sizes(1, afforded, FINE_SIZES)] if afforded else []
     return cases
 
 
+def _router_cases(spec: ModelSpec, topology: Topology, largest: int, budget: _Budget) -> list[Case]:
+    shape = {"hidden_size": spec.hidden_size, "num_experts": spec.num_experts, "top_k": spec.top_k}
+
+    def route(tokens: int) -> Case:
+        return Case("router", "", {"tokens": tokens, **shape})
+
+    # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
+    afforded = budget.largest("tokens of one rank", max(1, largest // topology.ranks_per_slot), route)
+    return [route(tokens) for tokens in log_sizes(1, afforded, FINE_SIZES)] if afforded else []
+
+
 def _experts_cases(
-    spec: ModelSpec, topology: Topology, largest: int, params: ProfileParams, budget: _Budget, rng: np.random.Generator
-) -> list[Case]:
-    """Return grouped GEMMs of one rank: no rows at all, and even, skewed and partly empty splits of many sizes."""
+    spec: ModelSpec, topology: Topology, largest: int, params: ProfileParams, budget: _Budget, rng: np.random.Generator,
+    seen: Seen,
+) -> list[Case]:  # fmt: skip
+    """Return grouped GEMMs of one rank: no rows, one row, and loads of many sizes and splits."""
     local = spec.num_experts // topology.expert_model_parallel_size
     inter = max(1, spec.moe_intermediate_size // topology.expert_tensor_parallel_size)
 
     def rank(pattern: str, counts: np.ndarray) -> Case:
         parts = tuple(int(count) for count in counts)
-        return Case("experts", pattern, experts_features(parts, spec.hidden_size, inter, spec.num_experts), parts)
+        features = experts_features(parts, spec.hidden_size, inter, spec.num_experts)
+        return Case("experts", pattern, features, parts, FLOAT8 if params.dtype == FLOAT8 else "")
 
     block_rows = largest * topology.slots_per_block * spec.top_k // topology.blocks_per_slot
     mean_rows = block_rows / topology.expert_model_parallel_size
@@ -208,12 +255,23 @@ def _experts_cases(
     if not afforded:
         return []
     cases = [rank("empty", np.zeros(local, dtype=np.int64)), rank("sparse", split_exactly(1, np.eye(1, local)[0]))]
-    third = max(2, (params.max_points - len(cases)) // 3)
-    for i, rows in enumerate(log_sizes(MIN_ROWS, afforded, third)):
-        even = np.ones(local)
-        skewed = np.exp(SKEWS[i % len(SKEWS)] * rng.standard_normal(local))
-        sparse = skewed * (rng.permutation(local) < max(1, local // 2))
-        for pattern, weights in (("even", even), ("skewed", skewed), ("sparse", sparse)):
-            drawn = rank(pattern, split_exactly(rows, weights))
-            cases += [] if budget.refusal(drawn) else [drawn]
-    return cases
+    cases += [rank(SEEN, np.array(rows)) for rows in seen.rank_rows if sum(rows)]
+    for rows in log_sizes(MIN_ROWS, afforded, SIZES):
+        cases += [rank(pattern, split_exactly(rows, weights)) for pattern, weights in _splits(local, rng)]
+    return [case for case in cases if not budget.refusal(case)]
+
+
+def _splits(local: int, rng: np.random.Generator) -> list[tuple[str, np.ndarray]]:
+    """Return patterns and weights of the local experts: even, skewed, partly empty, one hot."""
+    skewed = [np.exp(skew * rng.standard_normal(local)) for skew in SKEWS]
+    sparse = [
+        skewed[i] * (rng.permutation(local) < max(1, local // part))
+        for part in EMPTY_PARTS
+        for i in (0, len(SKEWS) - 1)
+    ]
+    others = np.arange(local) > 0
+    hot = [np.where(others, (1.0 - share) / max(1, local - 1), share) for share in HOT_SHARES]
+    return [
+        ("even", np.ones(local)), *(("skewed", weights) for weights in skewed),
+        *(("sparse", weights) for weights in sparse), *(("hot", weights) for weights in hot),
+    ]  # fmt: skip

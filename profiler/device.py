@@ -11,16 +11,16 @@ import contextlib
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from profiler.device_facts import driver_facts, kernel_packages, network_cards, nvlink_total, usable_cores
 from profiler.errors import RoutePackError
 
 GIB = 2**30
-MEMORY_TOLERANCE = 0.10
+TOLERANCE = 0.10
 """Two devices of one kind may report memory this far apart (reserved pages, ECC) and still be near."""
 
 
@@ -44,6 +44,14 @@ class DeviceFingerprint:
     software: dict[str, str] = field(default_factory=dict)
     origin: str = "measured"
     """``measured`` here, or ``published`` by somebody else."""
+    l2_mib: int = 0
+    """Last cache before the memory (GPUs); 0 if unknown."""
+    pcie: str = ""
+    """``gen 5 x16``, the best that card and slot do; empty if unknown."""
+    network: str = ""
+    """Active ports of the node, ``8 x 400 Gb/s InfiniBand``; empty if unknown."""
+    clock_max_mhz: int = 0
+    """Highest clock of the multiprocessors; 0 if unknown."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -86,11 +94,14 @@ def compare_fingerprints(wanted: DeviceFingerprint, found: DeviceFingerprint) ->
         _note(close, "units", wanted.units or "unknown", found.units or "unknown")
     else:
         _note(far, "units", wanted.units, found.units)
-    larger = max(wanted.memory_gib, found.memory_gib)
-    within = abs(wanted.memory_gib - found.memory_gib) <= MEMORY_TOLERANCE * larger
-    _note(close if within else far, "memory", f"{wanted.memory_gib} GiB", f"{found.memory_gib} GiB")
+    for name in ("memory_gib", "l2_mib"):
+        _note_size(far, close, name, getattr(wanted, name), getattr(found, name))
     for name in ("interconnect", "ranks_per_node", "name"):
         _note(close, name, getattr(wanted, name) or "unknown", getattr(found, name) or "unknown")
+    for name in ("pcie", "network", "clock_max_mhz"):
+        # Facts that older files and published tables do not know: what one side cannot tell is no difference.
+        if getattr(wanted, name) and getattr(found, name):
+            _note(close, name, getattr(wanted, name), getattr(found, name))
     for key in sorted(wanted.software.keys() | found.software.keys()):
         _note(close, key, wanted.software.get(key, "absent"), found.software.get(key, "absent"))
     level = "different" if far else "near" if close else "exact"
@@ -100,6 +111,19 @@ def compare_fingerprints(wanted: DeviceFingerprint, found: DeviceFingerprint) ->
 def _note(reasons: list[str], what: str, wanted: object, found: object) -> None:
     if wanted != found:
         reasons.append(f"{what} is {found}, expected {wanted}")
+
+
+def _note_size(far: list[str], close: list[str], what: str, wanted: int, found: int) -> None:
+    """Note sizes that differ: by little, or where one side does not know its own, they are near."""
+    name, unit = what.rsplit("_", 1)
+    text = {"gib": "GiB", "mib": "MiB"}[unit]
+    if 0 in (wanted, found):
+        # An L2 cache is unknown to every older file: not worth a word.
+        if what == "memory_gib":
+            _note(close, name, f"{wanted} {text}" if wanted else "unknown", f"{found} {text}" if found else "unknown")
+        return
+    within = abs(wanted - found) <= TOLERANCE * max(wanted, found)
+    _note(close if within else far, name, f"{wanted} {text}", f"{found} {text}")
 
 
 def fingerprint_device(device: str | None = None) -> DeviceFingerprint:
@@ -142,10 +166,12 @@ def _fingerprint_cuda() -> DeviceFingerprint:
 
     facts = torch.cuda.get_device_properties(torch.cuda.current_device())
     amd = torch.version.hip is not None
+    uuid = f"GPU-{facts.uuid}"
+    driver = driver_facts(uuid)
     software = {
         "torch": str(torch.__version__),
         "cuda": str(torch.version.hip if amd else torch.version.cuda),
-        "driver": query_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": driver["driver"],
     }
     return DeviceFingerprint(
         kind="cuda",
@@ -154,28 +180,14 @@ def _fingerprint_cuda() -> DeviceFingerprint:
         name=facts.name,
         units=facts.multi_processor_count,
         memory_gib=round(facts.total_memory / GIB),
-        interconnect=_nvlink(),
+        interconnect=nvlink_total(uuid),
         ranks_per_node=torch.cuda.device_count(),
-        software=software,
+        software=software | kernel_packages(),
+        l2_mib=round(facts.L2_cache_size / 2**20),
+        pcie=driver["pcie"],
+        network=network_cards(),
+        clock_max_mhz=int(driver["clock_max_mhz"]),
     )
-
-
-def query_nvidia_smi(*arguments: str) -> str:
-    """Return the first line that nvidia-smi answers, empty where it is absent or fails."""
-    return (_nvidia_smi(*arguments).splitlines() or [""])[0].strip()
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
-
-
-def _nvlink() -> str:
-    rates = re.findall(r"Link \d+: ([\d.]+) GB/s", _nvidia_smi("nvlink", "--status", "-i", "0"))
-    return f"NVLink {sum(map(float, rates)):.0f} GB/s" if rates else ""
 
 
 def _fingerprint_cpu() -> DeviceFingerprint:
@@ -195,14 +207,8 @@ def _fingerprint_cpu() -> DeviceFingerprint:
         interconnect="",
         ranks_per_node=1,
         software=software,
+        network=network_cards(),
     )
-
-
-def usable_cores() -> int:
-    """Return the cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpu_names() -> tuple[str, str]:

@@ -1,9 +1,11 @@
 """The journal of a sweep: finished cases, one line each, flushed to disk before the next begins.
 
-A folder belongs to one device, model, type and thread count: the first line says which, and a later run that differs
-is refused. A run holds an exclusive lock on the folder. A last line cut short by a kill is dropped.
+Each rank writes a file of its own; rank 0's holds what becomes the measurements. A folder belongs to one device,
+model, type and thread count: the first line says which, and a later run that differs is refused. A run holds an
+exclusive lock on its file. A last line cut short by a kill is dropped.
 
-Lines are JSON objects with one key: ``header``, ``rows`` (of one case), or ``anchor``.
+Lines are JSON objects with one key: ``header``, ``rows`` (of one case), ``anchor``, ``session`` (how one run went),
+``round`` (what one round of cases gained) or ``speeds`` (of the cases by which ranks are compared).
 """
 
 from __future__ import annotations
@@ -24,16 +26,21 @@ FORMAT = 1
 
 
 class Journal:
-    """Hold a locked folder, what it already holds, and append to it."""
+    """Hold one rank's locked file, what it already holds, and append to it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / JOURNAL_NAME
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.folder, self.rank = folder, rank
+        self.path = folder / journal_name(rank)
         self.header: dict[str, Any] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         """Finished rows by case id."""
         self.anchors: list[dict[str, Any]] = []
+        self.sessions: list[dict[str, Any]] = []
+        self.rounds: list[dict[str, Any]] = []
+        self.speeds: dict[str, float] = {}
+        """Times of this rank, by id, in the cases by which ranks are compared."""
         self._stream: IO[bytes] | None = None
-        self._lock = _locked(folder)
+        self._lock = _locked(folder, rank)
         try:
             self._read()
         except BaseException:
@@ -58,7 +65,7 @@ class Journal:
         """
         if self.header:
             _check_same(self.folder, self.header, header)
-        elif (self.folder / FILE_NAME).exists():
+        elif self.rank == 0 and (self.folder / FILE_NAME).exists():
             raise RoutePackError(
                 f"{self.folder} holds measurements that this profile did not write. Choose another --out."
             )
@@ -74,6 +81,21 @@ class Journal:
         """Write one more timing of the anchor case."""
         self._append({"anchor": reading})
         self.anchors.append(reading)
+
+    def add_session(self, session: dict[str, Any]) -> None:
+        """Write how this run of the sweep went."""
+        self._append({"session": session})
+        self.sessions.append(session)
+
+    def add_round(self, gained: dict[str, Any]) -> None:
+        """Write what one round of cases gained."""
+        self._append({"round": gained})
+        self.rounds.append(gained)
+
+    def add_speeds(self, speeds: dict[str, float]) -> None:
+        """Write this rank's times of the cases by which ranks are compared."""
+        self._append({"speeds": speeds})
+        self.speeds |= speeds
 
     def _append(self, line: dict[str, Any]) -> None:
         if self._stream is None:
@@ -100,9 +122,16 @@ class Journal:
 
     def _take(self, line: dict[str, Any]) -> None:
         if "header" in line:
-            self.header = self.header or line["header"]
+            # What the first run saw of the device stays; a later run may have seen more.
+            self.header = line["header"] | self.header
         elif "rows" in line:
             self.rows |= {row["case_id"]: row for row in line["rows"]}
+        elif "session" in line:
+            self.sessions.append(line["session"])
+        elif "round" in line:
+            self.rounds.append(line["round"])
+        elif "speeds" in line:
+            self.speeds |= line["speeds"]
         else:
             self.anchors.append(line["anchor"])
 
@@ -125,13 +154,19 @@ def _check_same(folder: Path, first: dict[str, Any], now: dict[str, Any]) -> Non
         )
 
 
-def _locked(folder: Path) -> IO[str]:
-    """Return an open file that holds the folder's exclusive lock until it is closed or its process dies."""
+def journal_name(rank: int) -> str:
+    """Return the name of one rank's file."""
+    return JOURNAL_NAME if rank == 0 else f"cases-rank{rank:05d}.jsonl"
+
+
+def _locked(folder: Path, rank: int) -> IO[str]:
+    """Return an open file that holds the exclusive lock of one rank's file until it is closed or its process dies."""
     import fcntl
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / LOCK_NAME, "a+", encoding="utf-8")  # noqa: SIM115 (held open: it is the lock)
+        name = LOCK_NAME if rank == 0 else f"{LOCK_NAME}-rank{rank:05d}"
+        lock = open(folder / name, "a+", encoding="utf-8")  # noqa: SIM115 (held open: it is the lock)
     except OSError as error:
         raise RoutePackError(f"Cannot write to {folder}: {error.strerror}. Choose another --out.") from None
     try:

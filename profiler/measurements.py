@@ -18,12 +18,17 @@ from profiler.cases import FEATURE_COLUMNS
 from profiler.errors import RoutePackError
 from profiler.files import canonical_json, write_bytes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE_NAME = "measurements.parquet"
 STATUSES = ("ok", "oom", "unsupported", "failed")
 TEXT_COLUMNS = ("case_id", "op", "direction", "status", "message", "source", "kernel", "dtype", "pattern", "flag")
-TIME_COLUMNS = ("time_us", "spread_us")
-COLUMNS = (*TEXT_COLUMNS, *TIME_COLUMNS, "repeats_us", *FEATURE_COLUMNS)
+TIME_COLUMNS = ("time_us", "spread_us", "skew_us")
+"""Median and interquartile range of the repeats; how late the last rank of a collective began, median."""
+WHOLE_COLUMNS = ("rank", *FEATURE_COLUMNS)
+"""Integers: the rank that timed the row, of a collective the one that most often took longest; and the features."""
+COLUMNS = (*TEXT_COLUMNS, *TIME_COLUMNS, "repeats_us", *WHOLE_COLUMNS)
+ADDED_IN_2 = ("skew_us", "rank", "inter_bytes", "top_k")
+"""Columns that files of schema 1 lack: nothing then measured has them."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Measurements:
         listed = list(rows)
         columns: dict[str, Any] = {name: [row.get(name, "") for row in listed] for name in TEXT_COLUMNS}
         columns |= {name: [_number(row.get(name)) for row in listed] for name in TIME_COLUMNS}
-        columns |= {name: [row.get(name, 0) for row in listed] for name in FEATURE_COLUMNS}
+        columns |= {name: [row.get(name, 0) for row in listed] for name in WHOLE_COLUMNS}
         columns["repeats_us"] = [row.get("repeats_us", ()) for row in listed]
         return cls.from_columns(columns, meta)
 
@@ -75,7 +80,7 @@ class Measurements:
         """Build the plain columns from sequences of any kind."""
         rows: dict[str, np.ndarray] = {name: np.asarray(columns[name], dtype=str) for name in TEXT_COLUMNS}
         rows |= {name: np.asarray(columns[name], dtype=np.float64) for name in TIME_COLUMNS}
-        rows |= {name: np.asarray(columns[name], dtype=np.int64) for name in FEATURE_COLUMNS}
+        rows |= {name: np.asarray(columns[name], dtype=np.int64) for name in WHOLE_COLUMNS}
         rows["repeats_us"] = _ragged(columns["repeats_us"])
         return cls({name: rows[name] for name in COLUMNS}, meta)
 
@@ -126,18 +131,20 @@ class Measurements:
                 f"Measurements {path} are damaged ({reason}). Run `routepack profile` again."
             ) from None
         _check_schema(path, meta, table.column_names)
-        columns = {name: table.column(name).to_numpy() for name in COLUMNS}
-        return cls.from_columns(columns, meta)
+        columns = {name: table.column(name).to_numpy() for name in COLUMNS if name in table.column_names}
+        absent = {name: np.full(table.num_rows, np.nan if name in TIME_COLUMNS else 0) for name in ADDED_IN_2}
+        return cls.from_columns(absent | columns, meta)
 
 
 def _check_schema(path: Path, meta: Mapping[str, Any], names: Sequence[str]) -> None:
     version = meta.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if version not in (1, SCHEMA_VERSION):
         raise RoutePackError(
-            f"Measurements {path} have schema_version {version}, this version reads {SCHEMA_VERSION}. "
+            f"Measurements {path} have schema_version {version}, this version reads up to {SCHEMA_VERSION}. "
             "Update routepack-tune, or run `routepack profile` again."
         )
-    missing = [name for name in COLUMNS if name not in names]
+    added = ADDED_IN_2 if version == 1 else ()
+    missing = [name for name in COLUMNS if name not in names and name not in added]
     if missing:
         raise RoutePackError(
             f"Measurements {path} lack the columns {', '.join(missing)}. Run `routepack profile` again."

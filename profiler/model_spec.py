@@ -17,15 +17,25 @@ SHIPPED_MODELS = {
     "DeepSeek-V3": "deepseek-v3.json",
     "gpt-oss-20b": "gpt-oss-20b.json",
     "Mixtral-8x7B": "mixtral-8x7b.json",
+    "Qwen3-Next-80B-A3B": "qwen3-next-80b-a3b.json",
 }
+OPTIONAL_FIELDS = (
+    "attention_output_gate", "linear_layers", "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+"""Fields that most models leave empty; empty ones are no part of the hash, so that it outlives new fields."""
+STATE_BYTES = 16
+"""Bytes of one trained parameter that move with an expert: bf16 weight, fp32 master weight, two fp32 Adam moments (14),
+rounded up for alignment and buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Hold the shape of one MoE transformer.
 
-    Tuples run over the hidden layers: ``windows[i]`` is the sliding window of layer i in tokens (0: full attention),
-    ``moe_layers[i]`` tells whether layer i has routed experts.
+    Tuples run over the hidden layers: ``windows[i]`` is the sliding window of layer i in tokens (0: full or linear
+    attention), ``moe_layers[i]`` tells whether layer i has routed experts, ``linear_layers[i]`` whether its attention
+    is a gated delta rule (empty: none is).
     """
 
     name: str
@@ -49,8 +59,20 @@ class ModelSpec:
     """Width of the feed-forward of layers without experts."""
     windows: tuple[int, ...]
     moe_layers: tuple[bool, ...]
+    attention_output_gate: bool = False
+    """Queries come with a gate of the same width for the attention's output (Qwen3-Next)."""
+    linear_layers: tuple[bool, ...] = ()
+    linear_num_value_heads: int = 0
+    linear_num_key_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    """Width of the short convolution before a linear attention core; it is not timed."""
 
     def __post_init__(self) -> None:
+        for field in ("windows", "moe_layers", "linear_layers"):
+            # Files hold lists.
+            object.__setattr__(self, field, tuple(getattr(self, field)))
         for field in ("hidden_size", "num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim",
                       "num_experts", "top_k", "moe_intermediate_size"):  # fmt: skip
             if not getattr(self, field) >= 1:
@@ -61,6 +83,20 @@ class ModelSpec:
             raise ValueError(f"Expected top_k <= num_experts = {self.num_experts}, got {self.top_k}.")
         if len(self.windows) != len(self.moe_layers) or not any(self.moe_layers):
             raise ValueError("Expected one window and one MoE mark per layer, and at least one MoE layer.")
+        if self.linear_layers:
+            self._check_linear()
+
+    def _check_linear(self) -> None:
+        if len(self.linear_layers) != len(self.windows) or not any(self.linear_layers) or all(self.linear_layers):
+            raise ValueError("Expected linear_layers to be empty, or one mark per layer, some true and some false.")
+        for field in ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"):
+            if not getattr(self, field) >= 1:
+                raise ValueError(f"Expected {field} >= 1 with linear attention layers, got {getattr(self, field)}.")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"Expected linear_num_value_heads to be a multiple of linear_num_key_heads = "
+                f"{self.linear_num_key_heads}, got {self.linear_num_value_heads}."
+            )
 
     @property
     def num_layers(self) -> int:
@@ -74,16 +110,43 @@ class ModelSpec:
 
     @property
     def spec_hash(self) -> str:
-        """SHA-256 of all fields but the name: equal shapes, equal hash."""
-        return content_hash({k: v for k, v in asdict(self).items() if k != "name"})
+        """SHA-256 of all fields but the name and empty optional ones: equal shapes, equal hash."""
+        facts = asdict(self).items()
+        return content_hash({k: v for k, v in facts if k != "name" and (v or k not in OPTIONAL_FIELDS)})
 
-    def attention_projections(self, tensor_parallel: int = 1) -> tuple[tuple[int, int], ...]:
-        """Return the (n, k) of the dense GEMMs around the attention core on one tensor-parallel rank."""
-        hidden, heads = self.hidden_size, max(1, self.num_attention_heads // tensor_parallel)
-        out = (hidden, heads * self.v_head_dim)
+    @property
+    def attention_windows(self) -> tuple[int, ...]:
+        """Distinct windows of the layers with softmax attention, ascending."""
+        linear = self.linear_layers or (False,) * self.num_layers
+        return tuple(sorted({window for window, mark in zip(self.windows, linear, strict=True) if not mark}))
+
+    def attention_heads(self, tensor_parallel: int = 1, linear: bool = False) -> tuple[int, int, int, int]:
+        """Return (query heads, key-value heads, qk dim, v dim) of the core on one tensor-parallel rank.
+
+        Of linear layers: (value heads, key heads, key dim, value dim).
+        """
+        if linear:
+            heads, kv_heads = self.linear_num_value_heads, self.linear_num_key_heads
+            dims = (self.linear_key_head_dim, self.linear_value_head_dim)
+        else:
+            heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+            dims = (self.qk_head_dim, self.v_head_dim)
+        return (max(1, heads // tensor_parallel), max(1, kv_heads // tensor_parallel), *dims)
+
+    def attention_projections(self, tensor_parallel: int = 1, linear: bool = False) -> tuple[tuple[int, int], ...]:
+        """Return the (n, k) of the dense GEMMs around the attention core on one tensor-parallel rank.
+
+        ``linear`` asks for a layer with linear attention: queries, keys, values and output gate in one GEMM, the two
+        gates of the recurrence in another.
+        """
+        hidden = self.hidden_size
+        heads, kv_heads, qk_dim, v_dim = self.attention_heads(tensor_parallel, linear)
+        out = (hidden, heads * v_dim)
+        if linear:
+            return ((2 * (kv_heads * qk_dim + heads * v_dim), hidden), (2 * heads, hidden), out)
         if self.attention == "gqa":
-            kv_heads = max(1, self.num_key_value_heads // tensor_parallel)
-            return ((heads * self.qk_head_dim + kv_heads * (self.qk_head_dim + self.v_head_dim), hidden), out)
+            queries = heads * (qk_dim + (v_dim if self.attention_output_gate else 0))
+            return ((queries + kv_heads * (qk_dim + v_dim), hidden), out)
         nope = self.qk_head_dim - self.qk_rope_head_dim
         down_kv = (self.kv_lora_rank + self.qk_rope_head_dim, hidden)
         up_kv = (heads * (nope + self.v_head_dim), self.kv_lora_rank)
@@ -98,9 +161,14 @@ class ModelSpec:
         local = max(1, width // tensor_parallel)
         return ((2 * local, self.hidden_size), (self.hidden_size, local))
 
+    def expert_bytes(self, expert_tensor_parallel: int = 1) -> int:
+        """Return the bytes of one expert's weights and optimizer state on one rank: what a move transfers."""
+        width = max(1, self.moe_intermediate_size // expert_tensor_parallel)
+        return 3 * self.hidden_size * width * STATE_BYTES
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> ModelSpec:
-        """Read a Hugging Face configuration (Qwen3-MoE, DeepSeek-V2/V3, gpt-oss, Mixtral and kin).
+        """Read a Hugging Face configuration (Qwen3-MoE, Qwen3-Next, DeepSeek-V2/V3, gpt-oss, Mixtral and kin).
 
         Raises
         ------
@@ -135,6 +203,7 @@ class ModelSpec:
                 dense_intermediate_size=config.get("intermediate_size") or 0,
                 windows=_windows(config, layers),
                 moe_layers=_moe_layers(config, layers),
+                **_linear_facts(reader, layers),
             )
         except ValueError as error:
             raise RoutePackError(f"Model {name}: {error}") from None
@@ -168,6 +237,26 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
         window = 0
     kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+
+
+def _linear_facts(reader: _Reader, layers: int) -> dict[str, Any]:
+    """Return the fields of linear attention: nothing where no layer has it."""
+    config = reader.config
+    every = config.get("full_attention_interval") or 0
+    if config.get("layer_types"):
+        linear = tuple(kind == "linear_attention" for kind in config["layer_types"][:layers])
+    else:
+        # Of every so many layers the last one attends to all tokens.
+        linear = tuple(bool(every) and (i + 1) % every != 0 for i in range(layers))
+    gated = config.get("attn_output_gate", config.get("model_type") == "qwen3_next")
+    facts: dict[str, Any] = {"attention_output_gate": bool(gated)}
+    if not any(linear):
+        return facts
+    sizes = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+    return {
+        **facts, "linear_layers": linear, **{name: reader.integer(name) for name in sizes},
+        "linear_conv_kernel_dim": config.get("linear_conv_kernel_dim") or 0,
+    }  # fmt: skip
 
 
 def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:

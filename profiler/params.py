@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+FLOAT8 = "float8_e4m3fn"
+DTYPES = ("auto", "bfloat16", "float16", "float32", FLOAT8)
+EXCHANGES = ("nccl", "deepep")
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileParams:
     """Hold how many cases are timed, how large they may be, and how each is timed."""
 
-    max_points: int = 30
+    target_error: float = 5.0
+    """Rounds of cases end when no operation's held-out median error is above so many percent."""
+    max_minutes: float = 10.0
+    """They end too when they have taken so long, all runs in a folder together; 0 is no limit."""
+    max_points: int = 50
     """Most cases per operation (per window class for attention), each timed forward and backward."""
     size_fraction: float = 1.0
     """Largest cell to time, as a share of the token cap of a microbatch."""
@@ -26,7 +32,10 @@ class ProfileParams:
     max_memory_gib: float = 0.0
     """Memory one case may take; 0 is half of what is free at the start."""
     dtype: str = "auto"
-    """Number type: ``auto`` is bfloat16 where the device computes it natively, else float32."""
+    """Number type: ``auto`` is bfloat16 where the device computes it natively, else float32; ``float8_e4m3fn`` is the
+    experts' forward in 8 bits and all else in bfloat16."""
+    exchange: str = "nccl"
+    """Which exchange of published tables to import: ``nccl`` or ``deepep``."""
     threads: int = 0
     """CPU threads of torch; 0 is every usable core but one: with none to spare, any other work stalls all threads."""
     anchor_every: int = 12
@@ -48,10 +57,13 @@ class ProfileParams:
             raise ValueError(f"Expected min_repeats <= repeats = {self.repeats}, got {self.min_repeats}.")
         if not 0 < self.size_fraction <= 1:
             raise ValueError(f"Expected 0 < size_fraction <= 1, got {self.size_fraction}.")
-        for name in ("load_factor", "max_case_seconds", "max_drift"):
+        for name in ("target_error", "load_factor", "max_case_seconds", "max_drift"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"Expected {name} > 0 and finite, got {getattr(self, name)}.")
-        if not 0 <= self.max_memory_gib < float("inf"):
-            raise ValueError(f"Expected max_memory_gib >= 0 and finite, got {self.max_memory_gib}.")
+        for name in ("max_minutes", "max_memory_gib"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"Expected {name} >= 0 and finite, got {getattr(self, name)}.")
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"Expected exchange to be one of {', '.join(EXCHANGES)}, got {self.exchange!r}.")
         if self.dtype not in DTYPES:
             raise ValueError(f"Expected dtype to be one of {', '.join(DTYPES)}, got {self.dtype!r}.")

@@ -2,13 +2,19 @@
 
 A folder is one GPU. Its tables lie in ``<framework>/<version>/<op>_perf.txt`` (CSV, as in the package) or
 ``<framework>-<version>/<op>_perf.parquet``; peaks and link rates in ``system.yaml`` or, as in the package, in
-``../../<gpu>.yaml``. Only rows of 16-bit types are read. The tables hold forward times in milliseconds, summaries
-without repeats.
+``../../<gpu>.yaml``. Only rows of 16-bit types are read. The tables hold forward times in milliseconds (DeepEP's in
+microseconds), summaries without repeats. Layouts of the versions 0.2 to 0.7 are read: the older ones lack
+``window_size``, ``device`` and ``kernel_source`` in places, and MLA's ``num_heads``, and call even loads ``uniform``.
 
 What the columns mean (read in the package and its public collector): ``num_tokens`` of a MoE row is the *global* token
 count, one GPU runs EP rank 0, and routing plus permutation over all tokens is inside the time: so ``router_tokens`` is
 that count here. ``inter_size`` is the whole one, the GPU holds ``inter_size / moe_tp_size``. NCCL's ``message_size``
 counts elements.
+
+DeepEP's ``num_token`` counts tokens *a rank* of 8 a node, ``node_num`` nodes; a time is that of one dispatch (8-bit
+rows) or one combine (16-bit), notification included. ``bytes`` are one copy per routed row, as a plan counts them,
+though DeepEP sends a token once per rank and once per node: so its rows and NCCL's must not meet in one fit, and an
+import takes those of one library.
 """
 
 from __future__ import annotations
@@ -25,8 +31,8 @@ from profiler.device import GIB, DeviceFingerprint
 from profiler.errors import RoutePackError
 from profiler.files import file_hash
 from profiler.flags import POINT_LIMIT, POINT_LIMIT_RANDOM, curve_ids, point_flags, shard_flags
-from profiler.measurements import SCHEMA_VERSION, Measurements
-from profiler.published_files import PublishedFolder, find_tables, read_system, read_table
+from profiler.measurements import SCHEMA_VERSION, WHOLE_COLUMNS, Measurements
+from profiler.published_files import EXCHANGES, PublishedFolder, find_tables, read_system, read_table
 from profiler.routing_counts import balanced_counts, hottest_rank_counts, local_features, power_law_counts
 
 SIXTEEN_BIT = ("float16", "bfloat16", "half")
@@ -35,25 +41,38 @@ KEY_SEED = 20260812
 UNITS_BY_NAME = {"A100": 108, "H100": 132, "H200": 132}
 """Streaming multiprocessors of cards whose tables do not state them."""
 MLA_QK_HEAD_DIM, MLA_V_HEAD_DIM = 192, 128
+MLA_HEADS = 128
+"""Heads of the model whose tables do not state them (DeepSeek-V3), before tensor parallelism divides them."""
+DEEPEP_RANKS_PER_NODE = 8
+DEEPEP_SMS = 20
+"""Multiprocessors that the library takes by default; other rows of its tables tell what fewer would cost."""
+LARGE_FLOPS, FLOPS_PER_S = 1e11, (5e12, 1e16)
+LARGE_BYTES, BYTES_PER_S = 2.0**26, (2e8, 1e13)
+"""What any GPU of these tables reaches at large sizes: outside of it a unit is wrong."""
 
 Columns = dict[str, np.ndarray]
 
 
-def import_published(folder: Path | str) -> Measurements:
+def import_published(folder: Path | str, exchange: str = "nccl") -> Measurements:
     """Read the published timings of one GPU: attention, dense and expert GEMMs, all-to-all; forward only.
+
+    ``exchange`` names the library whose all-to-all is read: ``nccl`` or ``deepep``.
 
     Raises
     ------
     RoutePackError
-        If the folder holds no such tables, or a table lacks a column.
+        If the folder holds no such tables, a table lacks a column, or its times are in another unit.
     """
-    found = find_tables(Path(folder))
+    if exchange not in EXCHANGES:
+        raise RoutePackError(f"Unknown exchange {exchange!r}: expected {' or '.join(EXCHANGES)}.")
+    found = find_tables(Path(folder), exchange)
     readers: dict[str, tuple[str, Callable[[Columns], _Block]]] = {
         "context_attention_perf": ("attention", _attention),
         "context_mla_perf": ("attention", _latent_attention),
         "gemm_perf": ("dense", _dense),
         "moe_perf": ("experts", _experts),
         "nccl_perf": ("alltoall", _alltoall),
+        "deepep_normal_perf": ("alltoall", _deepep),
     }
     parts, devices = [], []
     for table, (op, reader) in readers.items():
@@ -61,6 +80,7 @@ def import_published(folder: Path | str) -> Measurements:
             raw = read_table(found.tables[table])
             devices += [str(name) for name in np.unique(raw["device"])] if table == "moe_perf" else []
             parts.append(_rows(op, reader(raw)))
+            _check_unit(found.tables[table], op, parts[-1])
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if not len(columns["op"]):
         raise RoutePackError(f"The tables of {found.folder} hold no 16-bit rows: nothing to import.")
@@ -85,10 +105,10 @@ def _rows(op: str, block: _Block) -> Columns:
     text = {"op": op, "direction": "forward", "status": "ok", "message": "", "source": "published", "case_id": ""}
     columns: Columns = {name: np.full(size, value) for name, value in text.items()}
     columns |= {"dtype": block.dtype, "kernel": block.kernel, "pattern": block.pattern, "flag": block.flag}
-    columns |= {"time_us": block.latency_ms * 1e3, "spread_us": np.full(size, np.nan)}
+    columns |= {"time_us": block.latency_ms * 1e3, "spread_us": np.full(size, np.nan), "skew_us": np.full(size, np.nan)}
     columns["repeats_us"] = np.fromiter((() for _ in range(size)), dtype=object, count=size)
     zeros = np.zeros(size, dtype=np.int64)
-    return columns | {name: block.features.get(name, zeros) for name in FEATURE_COLUMNS}
+    return columns | {name: block.features.get(name, zeros) for name in WHOLE_COLUMNS}
 
 
 def _case_ids(columns: Columns) -> list[str]:
@@ -122,7 +142,7 @@ def _attention(raw: Columns) -> _Block:
 
 def _latent_attention(raw: Columns) -> _Block:
     raw = _keep(raw, np.isin(raw["mla_dtype"], SIXTEEN_BIT) & np.isin(raw["kv_cache_dtype"], SIXTEEN_BIT))
-    heads = raw["num_heads"]
+    heads = raw["num_heads"] if "num_heads" in raw else MLA_HEADS // raw["tp_size"]
     dims = (np.full_like(heads, MLA_QK_HEAD_DIM), np.full_like(heads, MLA_V_HEAD_DIM))
     return _cells(raw, "mla_dtype", (heads, heads, *dims), np.zeros_like(heads))
 
@@ -149,8 +169,60 @@ def _alltoall(raw: Columns) -> _Block:
     # A wire carries bytes: so many 8-bit elements take as long as half as many of 16 bits.
     raw = _keep(raw, np.isin(raw["nccl_dtype"], (*SIXTEEN_BIT, "int8")) & (raw["op_name"] == "alltoall"))
     width = np.where(raw["nccl_dtype"] == "int8", 1, 2)
-    features = {"bytes": raw["message_size"] * width, "ranks": raw["num_gpus"]}
+    features = {"bytes": raw["message_size"] * width, "inter_bytes": np.zeros_like(width), "ranks": raw["num_gpus"]}
     return _block(raw, "nccl_dtype", features, np.full(len(raw["latency"]), ""))
+
+
+def _deepep(raw: Columns) -> _Block:
+    """Return dispatch and combine rows: ``kernel`` says which, ``bytes`` are what each would send without sharing."""
+    raw = _keep(raw, raw["dispatch_sms"] == DEEPEP_SMS)
+    nodes, rows = raw["node_num"], raw["num_token"] * raw["num_topk"] * raw["hidden_size"]
+    sides = (("dispatch", 1, "float8_e4m3fn"), ("combine", 2, "bfloat16"))
+    blocks = []
+    for side, width, dtype in sides:
+        time_us = raw[f"{side}_transmit_us"] + raw[f"{side}_notify_us"]
+        # Routes are even over all experts, so this share of them leaves the node.
+        features = {
+            "bytes": rows * width, "inter_bytes": rows * width * (nodes - 1) // nodes,
+            "ranks": nodes * DEEPEP_RANKS_PER_NODE,
+        }  # fmt: skip
+        curve = curve_ids(nodes, raw["hidden_size"], raw["num_topk"], raw["num_experts"])
+        spike = point_flags(curve, rows, time_us, POINT_LIMIT_RANDOM)
+        size = len(rows)
+        blocks.append(_Block(
+            time_us / 1e3, features, np.full(size, dtype), np.full(size, f"deepep {side}"), np.full(size, "even"),
+            np.where(spike, "slower than more tokens", ""),
+        ))  # fmt: skip
+    return _Block(
+        features={name: np.concatenate([one.features[name] for one in blocks]) for name in blocks[0].features},
+        **{name: np.concatenate([getattr(one, name) for one in blocks])
+           for name in ("latency_ms", "dtype", "kernel", "pattern", "flag")},
+    )  # fmt: skip
+
+
+def _check_unit(path: Path, op: str, rows: Columns) -> None:
+    """Refuse a table whose times are in another unit: no GPU is that fast, or that slow with so much to do."""
+    features = {name: rows[name].astype(np.float64) for name in FEATURES[op]}
+    if op == "alltoall":
+        work, large, (low, high), unit = features["bytes"], LARGE_BYTES, BYTES_PER_S, "bytes"
+    else:
+        work, large, (low, high), unit = _flops(op, features), LARGE_FLOPS, FLOPS_PER_S, "operations"
+    rate = work / (rows["time_us"] * 1e-6)
+    big = work >= large
+    for wrong in (rate[rate > high], rate[big][:1] if big.any() and rate[big].max() < low else rate[:0]):
+        if wrong.size:
+            raise RoutePackError(
+                f"Published table {path}: {wrong.max():.2g} {unit} a second cannot be (expected {low:.0e} to "
+                f"{high:.0e}): its times are in another unit."
+            )
+
+
+def _flops(op: str, f: Columns) -> np.ndarray:
+    if op == "attention":
+        return 4.0 * f["pairs"] * f["num_heads"] * f["qk_head_dim"]
+    if op == "dense":
+        return 2.0 * f["tokens"] * f["n"] * f["k"]
+    return 6.0 * f["rows"] * f["hidden_size"] * f["inter_size"]
 
 
 def _experts(raw: Columns) -> _Block:
@@ -182,7 +254,8 @@ def _local_features(raw: Columns) -> np.ndarray:
 
 
 def _global_counts(tokens: int, experts: int, top_k: int, distribution: str) -> np.ndarray:
-    if distribution == "balanced":
+    # Even logits or drawn alike: the expected counts are the same.
+    if distribution in ("balanced", "uniform"):
         return balanced_counts(tokens, experts, top_k)
     kind, _, exponent = distribution.rpartition("_")
     if kind != "power_law":

@@ -16,15 +16,26 @@ KEY_COLUMNS: dict[str, tuple[str, ...]] = {
     "context_attention_perf": (
         "batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim", "attn_dtype", "kv_cache_dtype",
     ),
-    "context_mla_perf": ("batch_size", "isl", "num_heads", "mla_dtype", "kv_cache_dtype"),
+    "context_mla_perf": ("batch_size", "isl", "mla_dtype", "kv_cache_dtype"),
     "gemm_perf": ("gemm_dtype", "m", "n", "k"),
     "moe_perf": (
         "moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size",
         "distribution",
     ),
     "nccl_perf": ("op_name", "nccl_dtype", "num_gpus", "message_size"),
+    "deepep_normal_perf": ("node_num", "hidden_size", "num_token", "num_topk", "num_experts", "dispatch_sms"),
 }  # fmt: skip
-"""Columns that every table must have besides device, kernel_source and latency."""
+"""Columns that every table must have besides its latencies."""
+LATENCIES = {
+    "deepep_normal_perf": (
+        "dispatch_transmit_us", "dispatch_notify_us", "combine_transmit_us", "combine_notify_us",
+    ),
+}  # fmt: skip
+"""Columns of times where a table has others than one ``latency`` in milliseconds."""
+MAY_BE_ZERO = ("dispatch_notify_us", "combine_notify_us")
+RENAMED = {"wideep_deepep_normal_perf": "deepep_normal_perf"}
+EXCHANGES = {"nccl": "nccl_perf", "deepep": "deepep_normal_perf"}
+"""Libraries whose all-to-all tables are read, one at a time: a job exchanges through one of them."""
 TEXT = {"device", "kernel_source", "op_name", "distribution", "framework", "version"}
 
 
@@ -41,8 +52,8 @@ class PublishedFolder:
     """Other frameworks and versions with expert timings that were not read."""
 
 
-def find_tables(folder: Path) -> PublishedFolder:
-    """Choose the tables of one framework version (trtllm before others, newest first) and the newest NCCL table.
+def find_tables(folder: Path, exchange: str = "nccl") -> PublishedFolder:
+    """Choose the tables of one framework version (trtllm before others, newest first) and the newest exchange table.
 
     Raises
     ------
@@ -58,10 +69,15 @@ def find_tables(folder: Path) -> PublishedFolder:
         way_out = f"Give one GPU of it: {', '.join(inside)}." if inside else f"Expected {LAYOUT}."
         raise RoutePackError(f"{folder} holds no moe_perf table of published timings. {way_out}")
     chosen = with_experts[0]
-    tables = {name: path for name, path in sets[chosen].items() if name in KEY_COLUMNS}
-    networks = sorted((name for name in sets if "nccl_perf" in sets[name]), key=_preference, reverse=True)
+    tables = {
+        name: path for name, path in sets[chosen].items() if name in KEY_COLUMNS and name not in EXCHANGES.values()
+    }
+    wanted = EXCHANGES[exchange]
+    networks = sorted((name for name in sets if wanted in sets[name]), key=_preference, reverse=True)
     if networks:
-        tables["nccl_perf"] = sets[networks[0]]["nccl_perf"]
+        tables[wanted] = sets[networks[0]][wanted]
+    elif exchange != "nccl":
+        raise RoutePackError(f"{folder} holds no {wanted} table. Import with exchange nccl.")
     return PublishedFolder(folder, chosen, tables, tuple(with_experts[1:]))
 
 
@@ -79,7 +95,7 @@ def _table_sets(folder: Path) -> dict[str, dict[str, Path]]:
     for pattern in patterns:
         for path in sorted(folder.glob(pattern)):
             name = "-".join(path.relative_to(folder).parts[:-1])
-            sets.setdefault(name, {})[path.stem] = path
+            sets.setdefault(name, {})[RENAMED.get(path.stem, path.stem)] = path
     return sets
 
 
@@ -90,7 +106,7 @@ def _preference(name: str) -> tuple[bool, list[tuple[int, str]]]:
 
 
 def read_table(path: Path) -> dict[str, np.ndarray]:
-    """Read a table into plain columns: integers, float latency, text.
+    """Read a table into plain columns: integers, float latencies, text; device and kernel_source may be empty.
 
     Raises
     ------
@@ -106,7 +122,8 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise RoutePackError(f"Published table {path} cannot be read ({reason}). Fetch it again.") from None
-    needed = ("device", "kernel_source", "latency", *KEY_COLUMNS[path.stem])
+    kind = RENAMED.get(path.stem, path.stem)
+    needed = (*LATENCIES.get(kind, ("latency",)), *KEY_COLUMNS[kind])
     missing = [name for name in needed if name not in table.column_names]
     if missing:
         raise RoutePackError(
@@ -117,18 +134,22 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
         is_text = name in TEXT or name.endswith("_dtype")
         values = table.column(name).to_numpy()
         columns[name] = values.astype(str) if is_text else values
-    _check_numbers(path, columns)
+    # Tables of 2025 lack them.
+    for name in ("device", "kernel_source"):
+        columns.setdefault(name, np.full(table.num_rows, ""))
+    _check_numbers(path, kind, columns)
     return columns
 
 
-def _check_numbers(path: Path, columns: dict[str, np.ndarray]) -> None:
-    for name in KEY_COLUMNS[path.stem]:
+def _check_numbers(path: Path, kind: str, columns: dict[str, np.ndarray]) -> None:
+    for name in KEY_COLUMNS[kind]:
         column = columns[name]
         if column.dtype.kind not in "iU":
             raise RoutePackError(f"Published table {path}: column {name} must hold whole numbers, got {column.dtype}.")
-    latency = columns["latency"]
-    if latency.dtype.kind not in "if" or not (latency > 0).all():
-        raise RoutePackError(f"Published table {path}: every latency must be a positive number of milliseconds.")
+    for name in LATENCIES.get(kind, ("latency",)):
+        latency, unit = columns[name], "microseconds" if name.endswith("_us") else "milliseconds"
+        if latency.dtype.kind not in "if" or not ((latency > 0) | (name in MAY_BE_ZERO) & (latency == 0)).all():
+            raise RoutePackError(f"Published table {path}: every {name} must be a positive number of {unit}.")
 
 
 def read_system(found: PublishedFolder) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from profiler.cases import Case, attention_features
 from profiler.params import ProfileParams
-from profiler.timer import WORKS
 from profiler.work import Rates, forward_flops
+from profiler.works import WORKS
 
 if TYPE_CHECKING:
     from profiler.backends import TorchBackend

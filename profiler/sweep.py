@@ -1,38 +1,57 @@
-"""The sweep: design the cases, time what the journal does not hold yet, write one Parquet file.
+"""The profile of a device: design the cases, time what the journal does not hold yet, write one Parquet file.
 
-Invariants: a finished case is on disk before the next begins; cases run in a seeded random order, so that drift of the
-device does not look like a size effect; one anchor case is timed again and again to show that drift.
+Under torchrun rank 0 times what one rank computes while the others wait; then all compare their speed, and exchange.
 """
 
 from __future__ import annotations
 
-import statistics
-import warnings
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from profiler.backends import TorchBackend
-from profiler.cases import DIRECTIONS, Case
+from profiler.collectives import Stage, measure_links, run_exchanges
+from profiler.compute_sweep import run_cases
 from profiler.design import Design, design_cases
-from profiler.device import fingerprint_device
+from profiler.device import DeviceFingerprint, fingerprint_device
 from profiler.errors import RoutePackError
-from profiler.files import file_hash
-from profiler.flags import DOUBT, doubtful_cases, faster
+from profiler.exchange_cases import design_exchanges, group_sizes
+from profiler.files import content_hash, file_hash
+from profiler.flags import DOUBT, doubtful_cases
 from profiler.journal import FORMAT, JOURNAL_NAME, Journal
 from profiler.measurements import SCHEMA_VERSION, Measurements
 from profiler.model_spec import ModelSpec
 from profiler.observer import Observer
-from profiler.params import ProfileParams
+from profiler.params import FLOAT8, ProfileParams
+from profiler.ranks import Ranks
 from profiler.rates import measure_rates
-from profiler.timer import time_case
+from profiler.rounds import Chooser
+from profiler.seen import Seen
+from profiler.slow_ranks import (
+    check_alike,
+    relative_times,
+    speed_cases,
+    time_speeds,
+    warn_of_slow_ranks,
+)
+from profiler.steadiness import Watch, drift, steadiness, warn_of_problems
 from profiler.topology import Topology
 from profiler.work import Rates
 
-WHAT, WHAT_AGAIN = "profile", "profile doubtful cases again"
-"""Names under which a sweep reports its progress."""
-MAX_LOOKS = 3
-"""A case that stays slower than a larger one is timed this often in all; then it is marked, for it may be real."""
+RUNS_OF_A_CASE = 2
+"""Warm-up runs that an exchange must afford besides its least repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is asked of the device, the same on every rank."""
+
+    spec: ModelSpec
+    topology: Topology
+    max_tokens: int
+    params: ProfileParams
+    seen: Seen | None
 
 
 def profile_device(
@@ -43,123 +62,112 @@ def profile_device(
     out: Path | str,
     device: str | None = None,
     observer: Observer | None = None,
+    chooser: Chooser | None = None,
+    seen: Seen | None = None,
 ) -> Measurements:
     """Time one model's operations on this machine, forward and backward, and write ``measurements.parquet``.
 
-    A run that was killed continues where it stopped when it is called again with the same folder.
+    Started by torchrun, the ranks share the work and every one of them returns the same. A run that was killed
+    continues where it stopped when it is called again with the same folder.
 
     Raises
     ------
     RoutePackError
-        If the device is absent, the folder is another profile's or in use, or the device affords no case.
+        If the device is absent, the folder is another profile's or in use, the device affords no case, or another rank
+        stopped.
     """
     if not max_tokens >= 1:
         raise RoutePackError(f"Expected a token cap of at least 1, got {max_tokens}.")
-    observer, out = observer or Observer(), Path(out)
-    with Journal(out) as journal:
-        fingerprint = fingerprint_device(device)
-        backend = TorchBackend(fingerprint.kind, params)
-        with backend.pinned():
-            rates = _rates(journal, backend, params)
-            journal.begin({
-                "format": FORMAT, "fingerprint": fingerprint.to_dict(), "model": spec.name, "spec_hash": spec.spec_hash,
-                "dtype": backend.dtype_name, "threads": backend.threads, "rates": rates, "params": asdict(params),
-                "topology": asdict(topology), "max_tokens": max_tokens,
-            })  # fmt: skip
-            design = design_cases(spec, topology, max_tokens, params, Rates(**rates), backend.item_bytes)
-            _run_cases(design, backend, params, journal, observer)
-        measurements = Measurements.from_rows(_by_id(journal), _meta(journal, design, spec, topology, params))
-        measurements.save(out)
-    _warn_of_drift(measurements.meta["anchor"], params)
+    question = _Question(spec, topology, max_tokens, params, seen)
+    with Ranks(device) as ranks, ExitStack() as stack:
+        observer = observer if observer and ranks.rank == 0 else Observer()
+        with ranks.together():
+            journal = stack.enter_context(Journal(Path(out), ranks.rank))
+            fingerprint = _fingerprint(device, ranks)
+            backend = TorchBackend(fingerprint.kind, params)
+            stack.enter_context(backend.pinned())
+        described = check_alike(ranks, fingerprint, content_hash(asdict(question)))
+        stage = Stage(ranks, backend, params, fingerprint)
+        _begin(journal, stage, question)
+        limits: list[dict[str, Any]] = []
+        with Watch(backend, journal):
+            with ranks.together():
+                design = _design(journal, backend, question)
+                if ranks.rank == 0:
+                    run_cases(design, chooser, backend, params, journal, observer)
+            if ranks.size > 1:
+                times = time_speeds(speed_cases(design.cases), ranks, backend, params, journal)
+                described = [one | {"speed": time} for one, time in zip(described, relative_times(times), strict=True)]
+                limits = _exchange(journal, stage, question, observer)
+        files = dict(ranks.gather([journal.path.name, file_hash(journal.path)]))
+        merged: list[Any] = []
+        with ranks.together():
+            if ranks.rank == 0:
+                about = _meta(journal, question) | {"limits": [*design.limits, *limits], "ranks": described}
+                merged = [_by_id(journal), about | {"provenance": {"journal": JOURNAL_NAME, "files": files}}]
+        rows, meta = ranks.agree(merged)
+        measurements = Measurements.from_rows(rows, meta)
+        with ranks.together():
+            if ranks.rank == 0:
+                measurements.save(out)
+    if ranks.rank == 0:
+        warn_of_problems(measurements.meta["steadiness"])
+        warn_of_slow_ranks(described)
     return measurements
 
 
-def _rates(journal: Journal, backend: TorchBackend, params: ProfileParams) -> dict[str, Any]:
+def _fingerprint(device: str | None, ranks: Ranks) -> DeviceFingerprint:
+    found = fingerprint_device(device)
+    return replace(found, ranks_per_node=ranks.per_node) if ranks.size > 1 else found
+
+
+def _begin(journal: Journal, stage: Stage, question: _Question) -> None:
+    """Look at the device, unless an earlier run did, and let every rank's file say what it belongs to."""
+    ranks, backend = stage.ranks, stage.backend
+    rates: dict[str, Any] = {}
+    with ranks.together():
+        if ranks.rank == 0:
+            rates = journal.header.get("rates") or asdict(measure_rates(backend, question.params))
+    known = ranks.agree(journal.header.get("links", {}))
+    sizes = group_sizes(question.topology, ranks.size, ranks.per_node)
+    links = known if set(map(str, sizes)) <= known.keys() else known | measure_links(stage, sizes)
+    dtype = FLOAT8 if question.params.dtype == FLOAT8 else backend.dtype_name
+    header = {
+        "format": FORMAT, "fingerprint": stage.fingerprint.to_dict(), "model": question.spec.name,
+        "spec_hash": question.spec.spec_hash, "dtype": dtype, "threads": backend.threads,
+        "rates": ranks.agree(rates), "links": links, "params": asdict(question.params),
+        "topology": asdict(question.topology), "max_tokens": question.max_tokens,
+    }  # fmt: skip
+    with ranks.together():
+        journal.begin(header)
+
+
+def _rates(journal: Journal, params: ProfileParams) -> Rates:
     """Return what the first run saw of the device, so that every run designs the same cases; a stated limit wins."""
-    rates = journal.header.get("rates") or asdict(measure_rates(backend, params))
-    return rates | ({"memory_bytes": int(params.max_memory_gib * 2**30)} if params.max_memory_gib else {})
+    stated = {"memory_bytes": int(params.max_memory_gib * 2**30)} if params.max_memory_gib else {}
+    return Rates(**(journal.header["rates"] | stated))
 
 
-def _run_cases(
-    design: Design, backend: TorchBackend, params: ProfileParams, journal: Journal, observer: Observer
-) -> None:
-    missing = [case for case in design.cases if not _is_done(case, backend, params, journal)]
-    anchor = _anchor(design.cases)
-    observer.start(WHAT, len(design.cases))
-    try:
-        for _ in range(len(design.cases) - len(missing)):
-            observer.advance(WHAT, "done before")
-        for i, case in enumerate(missing):
-            if i % params.anchor_every == 0:
-                _time_anchor(anchor, backend, params, journal)
-            rows = time_case(case, backend, params)
-            journal.add_case(rows)
-            _stop_if_broken(case, rows)
-            observer.advance(WHAT, _message(case, rows))
-        if missing:
-            _time_anchor(anchor, backend, params, journal)
-    finally:
-        observer.finish(WHAT)
-    _look_again(design, backend, params, journal, observer)
+def _design(journal: Journal, backend: TorchBackend, question: _Question) -> Design:
+    rates = _rates(journal, question.params)
+    return design_cases(
+        question.spec, question.topology, question.max_tokens, question.params, rates, backend.item_bytes, question.seen
+    )
 
 
-def _look_again(
-    design: Design, backend: TorchBackend, params: ProfileParams, journal: Journal, observer: Observer
-) -> None:
-    """Time doubtful cases again and keep each direction's faster result: what disturbs a run only adds time."""
-    for look in range(2, MAX_LOOKS + 1):
-        doubts = doubtful_cases(journal.rows.values())
-        looked = {row_id for row_id, row in journal.rows.items() if row.get("looks", 1) >= look}
-        again = [case for case in design.cases if _row_ids(case, backend) & (doubts - looked)]
-        if again:
-            observer.start(WHAT_AGAIN, len(again))
-        for case in again:
-            rows = time_case(case, backend, params)
-            journal.add_case([faster(journal.rows[row["case_id"]], row) | {"looks": look} for row in rows])
-            observer.advance(WHAT_AGAIN, _message(case, rows))
-        if again:
-            observer.finish(WHAT_AGAIN)
-
-
-def _row_ids(case: Case, backend: TorchBackend) -> set[str]:
-    return {case.case_id(direction, backend.dtype_name) for direction in DIRECTIONS}
-
-
-def _is_done(case: Case, backend: TorchBackend, params: ProfileParams, journal: Journal) -> bool:
-    known = [journal.rows.get(row_id) for row_id in _row_ids(case, backend)]
-    return all(row is not None and (row["status"] == "ok" or not params.retry_failed) for row in known)
-
-
-def _anchor(cases: tuple[Case, ...]) -> Case:
-    """Return a dense case in the upper middle by size: long enough to time well, short enough to repeat."""
-    dense = [case for case in cases if case.op == "dense"]
-    dense.sort(key=lambda case: (case.features["tokens"], case.features["n"], case.features["k"]))
-    return dense[len(dense) * 3 // 4]
-
-
-def _time_anchor(anchor: Case, backend: TorchBackend, params: ProfileParams, journal: Journal) -> None:
-    forward = time_case(anchor, backend, params)[0]
-    if forward["status"] == "ok":
-        journal.add_anchor({
-            "case_id": forward["case_id"], "time_us": forward["time_us"], "after_rows": len(journal.rows),
-            "readings": backend.readings(),
-        })  # fmt: skip
-
-
-def _stop_if_broken(case: Case, rows: list[dict[str, Any]]) -> None:
-    # After such an error every later call fails too; the row is kept, so the next run goes on past this case.
-    message = next((row["message"] for row in rows if "CUDA error" in row.get("message", "")), "")
-    if message:
-        raise RoutePackError(
-            f"The CUDA device stopped working at {case.op} {dict(case.features)}: {message}. Run the same command "
-            "again: it continues after that case."
-        )
-
-
-def _message(case: Case, rows: list[dict[str, Any]]) -> str:
-    size = case.features.get("rows", case.features.get("tokens", 0))
-    times = " + ".join(f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"] for row in rows)
-    return f"{case.op} {size}: {times}"
+def _exchange(journal: Journal, stage: Stage, question: _Question, observer: Observer) -> list[dict[str, Any]]:
+    """Time the exchanges between ranks and return which sizes were left out."""
+    ranks, params = stage.ranks, question.params
+    sharing = 1 if stage.backend.kind == "cuda" else ranks.per_node
+    memory = _rates(journal, params).memory_bytes // (2 * sharing)
+    seconds = params.max_case_seconds / (params.min_repeats + RUNS_OF_A_CASE)
+    most_bytes = {name: min(memory, int(rate * seconds)) for name, rate in journal.header["links"].items()}
+    sizes = group_sizes(question.topology, ranks.size, ranks.per_node)
+    cases, limits = design_exchanges(
+        question.spec, question.topology, question.max_tokens, params, sizes, ranks.per_node, ranks.agree(most_bytes)
+    )
+    run_exchanges(stage, cases, journal, observer)
+    return limits
 
 
 def _by_id(journal: Journal) -> list[dict[str, Any]]:
@@ -168,41 +176,21 @@ def _by_id(journal: Journal) -> list[dict[str, Any]]:
     return [journal.rows[i] | ({"flag": DOUBT} if i in doubts else {}) for i in sorted(journal.rows)]
 
 
-def _meta(
-    journal: Journal, design: Design, spec: ModelSpec, topology: Topology, params: ProfileParams
-) -> dict[str, Any]:
-    header = journal.header
+def _meta(journal: Journal, question: _Question) -> dict[str, Any]:
+    header, params = journal.header, question.params
     return {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": header["fingerprint"],
-        "model": asdict(spec),
-        "topology": asdict(topology),
+        "model": asdict(question.spec),
+        "topology": asdict(question.topology),
         "max_tokens": header["max_tokens"],
         "params": asdict(params),
         "backward": "measured",
         "dtype": header["dtype"],
         "threads": header["threads"],
         "rates": header["rates"],
-        "limits": list(design.limits),
-        "anchor": _drift(journal.anchors),
-        "provenance": {"journal": JOURNAL_NAME, "files": {JOURNAL_NAME: file_hash(journal.path)}},
+        "links": header["links"],
+        "anchor": drift(journal.anchors),
+        "rounds": journal.rounds,
+        "steadiness": steadiness(journal, params),
     }
-
-
-def _drift(readings: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the anchor's readings and the largest share by which one of them leaves their median."""
-    drift = 0.0
-    for case in sorted({reading["case_id"] for reading in readings}):
-        times = [reading["time_us"] for reading in readings if reading["case_id"] == case]
-        middle = statistics.median(times)
-        drift = max(drift, max(times) / middle - 1, 1 - min(times) / middle)
-    return {"readings": readings, "drift": drift}
-
-
-def _warn_of_drift(anchor: dict[str, Any], params: ProfileParams) -> None:
-    if anchor["drift"] > params.max_drift:
-        warnings.warn(
-            f"The device was not steady: one case left its median by {anchor['drift']:.0%} through the sweep (limit "
-            f"{params.max_drift:.0%}). Close other work and profile again into a new folder.",
-            stacklevel=3,
-        )

@@ -2,20 +2,24 @@
 
 Warm up until two runs agree, then time runs one by one, each after the caches were displaced, and keep every sample.
 What the device cannot do becomes a row that says so, and the sweep goes on.
+
+Nothing runs that is not timed: the first warm-up run is also the one whose kernels are named, and the last forward run
+leaves the graph that the backward runs go over.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profiler.attention import attention_work
 from profiler.cases import DIRECTIONS, Case
-from profiler.experts import dense_work, experts_work
 from profiler.params import ProfileParams
+from profiler.works import WORKS
 
 if TYPE_CHECKING:
     from profiler.backends import TorchBackend
@@ -26,69 +30,92 @@ MAX_WARM_UP = 6
 MORE_REPEATS = 3
 """Runs that scatter are repeated up to this many times as often, while the case has time."""
 MESSAGE_LENGTH = 200
-WORKS = {"attention": attention_work, "dense": dense_work, "experts": experts_work}
 
 
-def time_case(case: Case, backend: TorchBackend, params: ProfileParams) -> list[dict[str, Any]]:
-    """Return one row forward and one backward; never raises for what the device cannot do."""
+def time_case(
+    case: Case, backend: TorchBackend, params: ProfileParams, directions: Sequence[str] = DIRECTIONS
+) -> list[dict[str, Any]]:
+    """Return one row a direction, ``forward`` first; never raises for what the device cannot do."""
     rows: list[dict[str, Any]] = []
     try:
-        for direction, run in _runs(case, backend):
-            measured = _measure(run, backend, params)
-            rows.append(_row(case, direction, backend) | measured)
+        with _no_garbage_collection():
+            run, inputs = WORKS[case.op](case, backend)
+            measured, output = _measure(run, "output", backend, params)
+            rows.append(_row(case, "forward", backend) | measured)
+            if "backward" in directions:
+                upstream = backend.filled(*output.shape).to(output.dtype)
+
+                def backward() -> Any:
+                    return torch_grad(output, inputs, upstream)
+
+                rows.append(_row(case, "backward", backend) | _measure(backward, "gradient", backend, params)[0])
     except (RuntimeError, NotImplementedError, MemoryError, ValueError, _NotFinite) as error:
         failure = {"status": _status(error), "message": str(error).split("\n")[0][:MESSAGE_LENGTH]}
-        rows += [_row(case, direction, backend) | failure for direction in DIRECTIONS[len(rows) :]]
-    backend.release()
+        rows += [_row(case, direction, backend) | failure for direction in directions[len(rows) :]]
+    if any(row["status"] != "ok" for row in rows):
+        backend.release()
     return rows
+
+
+def torch_grad(output: Any, inputs: Sequence[Any], upstream: Any) -> Any:
+    """Return the gradients of a run over its kept graph, so that it can be timed again."""
+    import torch
+
+    return torch.autograd.grad(output, inputs, upstream, retain_graph=True)
 
 
 class _NotFinite(Exception):
     """A result holds NaN or infinity: its time means nothing."""
 
 
-def _runs(case: Case, backend: TorchBackend) -> Any:
-    """Yield (direction, run): the forward run, then the backward run over a kept graph."""
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep Python's collector out of timed runs."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _check_finite(tensors: Any, what: str) -> None:
     import torch
 
-    run, inputs = WORKS[case.op](case, backend)
-    yield "forward", run
-    output = run()
-    _check_finite(output, "output")
-    upstream = torch.randn_like(output)
-
-    def backward() -> Any:
-        return torch.autograd.grad(output, inputs, upstream, retain_graph=True)
-
-    for gradient in backward():
-        _check_finite(gradient, "gradient")
-    yield "backward", backward
+    for tensor in tensors if isinstance(tensors, tuple) else (tensors,):
+        # A sum is finite only if all terms are, and needs no second tensor of that size.
+        if not bool(tensor.detach().sum(dtype=torch.float32).isfinite()):
+            raise _NotFinite(f"The {what} holds NaN or infinity.")
 
 
-def _check_finite(tensor: Any, what: str) -> None:
-    # A sum is finite only if all terms are, and needs no second tensor of that size.
-    if not bool(tensor.detach().float().sum().isfinite()):
-        raise _NotFinite(f"The {what} holds NaN or infinity.")
-
-
-def _measure(run: Callable[[], Any], backend: TorchBackend, params: ProfileParams) -> dict[str, Any]:
+def _measure(
+    run: Callable[[], Any], what: str, backend: TorchBackend, params: ProfileParams
+) -> tuple[dict[str, Any], Any]:
+    """Return the times of a run, and the result of the last of them."""
     deadline = time.perf_counter() + params.max_case_seconds / len(DIRECTIONS)
-    previous = float("inf")
-    for _ in range(MAX_WARM_UP):
+    kernel, previous, kept = backend.named(run)
+    _check_finite(kept, what)
+    for _ in range(MAX_WARM_UP - 1):
+        if time.perf_counter() + previous / 1e6 > deadline:
+            break
+        kept = None  # Freed before the next run needs the room, and after the clock stopped.
         backend.flush()
-        elapsed = backend.elapsed_us(run)
-        if abs(elapsed - previous) <= STEADY * previous or time.perf_counter() + elapsed / 1e6 > deadline:
+        elapsed, kept = backend.timed(run)
+        if abs(elapsed - previous) <= STEADY * previous:
             break
         previous = elapsed
     samples: list[float] = []
     while len(samples) < params.min_repeats or (_wants_more(samples, params) and time.perf_counter() < deadline):
+        kept = None
         backend.flush()
-        samples.append(backend.elapsed_us(run))
+        elapsed, kept = backend.timed(run)
+        samples.append(elapsed)
     low, middle, high = np.percentile(samples, (25, 50, 75))
     return {
         "status": "ok", "time_us": float(middle), "spread_us": float(high - low), "repeats_us": samples,
-        "kernel": backend.kernels(run),
-    }  # fmt: skip
+        "kernel": kernel,
+    }, kept  # fmt: skip
 
 
 def _wants_more(samples: list[float], params: ProfileParams) -> bool:
@@ -101,7 +128,7 @@ def _wants_more(samples: list[float], params: ProfileParams) -> bool:
 def _row(case: Case, direction: str, backend: TorchBackend) -> dict[str, Any]:
     return {
         "case_id": case.case_id(direction, backend.dtype_name), "op": case.op, "direction": direction,
-        "source": "measured", "dtype": backend.dtype_name, "pattern": case.pattern, **case.features,
+        "source": "measured", "dtype": case.dtype or backend.dtype_name, "pattern": case.pattern, **case.features,
     }  # fmt: skip
 
 

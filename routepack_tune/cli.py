@@ -1,4 +1,4 @@
-"""The command ``routepack``: six verbs, few flags; everything else is in ``routepack.yaml``.
+"""The command ``routepack``: eight verbs, few flags; everything else is in ``routepack.yaml``.
 
 Expected failures print one line ``Error: ...`` on stderr and exit with 1, bad usage exits with 2; bugs keep their
 traceback.
@@ -18,7 +18,7 @@ import typer
 
 from profiler.errors import RoutePackError
 from routepack_tune import api, summaries
-from routepack_tune.progress import ProgressBars
+from routepack_tune.progress import ProgressBars, is_first_rank
 
 app = typer.Typer(
     name="routepack",
@@ -38,11 +38,28 @@ def profile(
     out: Annotated[Path, typer.Option(help="Folder of the measurements; an interrupted one is continued.")],
     published: Annotated[Path | None, typer.Option(help="Import public timing tables from here instead.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    prior: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="Cost model of a sibling device: fewer cases do.")
+    ] = None,
+    steps: Annotated[
+        list[str] | None, typer.Option(help="Your step batches (folder, file or glob): what is timed first.")
+    ] = None,
+    target_error: Annotated[
+        float | None, typer.Option(metavar="PCT", help="Stop when held-out median errors are below.")
+    ] = None,
+    max_minutes: Annotated[
+        float | None, typer.Option(metavar="MIN", help="Stop after so many minutes; 0: no limit.")
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="Draw the profile into the folder.")] = False,
 ) -> None:
-    """Time attention and experts on this device, or import published times."""
+    """Time a training step's operations on this device, or import published times."""
     with ProgressBars() as bars:
-        found = api.profile(config, out, published=published, device=device, observer=bars)
-    print(summaries.measurements_summary(found, out))
+        found = api.profile(
+            config, out, published=published, device=device, observer=bars, prior=prior or (), steps=steps or (),
+            target_error=target_error, max_minutes=max_minutes, report=report,
+        )  # fmt: skip
+    if is_first_rank():
+        print(summaries.measurements_summary(found, out))
 
 
 @app.command()
@@ -67,11 +84,22 @@ def tune(
     config: ConfigOption,
     out: Annotated[Path, typer.Option(help="Folder of the study; an interrupted one is continued.")],
     trials: Annotated[int, typer.Option(min=1, help="Total number of trials, finished ones included.")] = 20,
-    storage: Annotated[str | None, typer.Option(help="Optuna storage URL; default: SQLite in the study.")] = None,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes of this machine.")] = 1,
+    storage: Annotated[
+        str | None, typer.Option(help="Optuna URL of a server, for several machines; default: a file in the study.")
+    ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Run the workers as tasks of a Ray cluster.")] = False,
+    new_study: Annotated[bool, typer.Option("--new-study", help="Begin afresh; the earlier study is kept.")] = False,
+    warm_start: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="Study or bundle whose best settings are tried first.")
+    ] = None,
 ) -> None:
     """Tune the planner's settings on step batches, part of them held out."""
     with ProgressBars() as bars:
-        done = api.tune(steps, costmodel, config, out, trials=trials, storage=storage, observer=bars)
+        done = api.tune(
+            steps, costmodel, config, out, trials=trials, storage=storage, observer=bars, workers=workers, ray=ray,
+            new_study=new_study, warm_start=warm_start or (),
+        )  # fmt: skip
     print(summaries.study_summary(done, out))
 
 
@@ -83,6 +111,33 @@ def deploy(
 ) -> None:
     """Turn a study's best trial into the bundle that training loads."""
     print(summaries.bundle_summary(api.deploy(study, out, register=register), register))
+
+
+@app.command()
+def rollback(
+    name: Annotated[str, typer.Argument(help="Registered planner.")],
+    tracking_uri: Annotated[str | None, typer.Option(help="MLflow store; default: MLFLOW_TRACKING_URI.")] = None,
+) -> None:
+    """Make a registered planner's earlier version the champion again."""
+    done = api.rollback(name, tracking_uri)
+    print(f"models:/{name}@champion is version {done.champion} again; @previous is version {done.previous or '-'}")
+
+
+@app.command()
+def check(
+    bundle: Annotated[str, typer.Argument(help="Folder that `routepack deploy` wrote, or models:/NAME@ALIAS.")],
+    steps: Annotated[list[str], typer.Argument(metavar="STEPS...", help="Recent step batches: folders, files, globs.")],
+    times: Annotated[Path | None, typer.Option(help="Measured step times, CSV or JSON.")] = None,
+    refit: Annotated[Path | None, typer.Option(help="New bundle with times corrected by --times.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The report as a JSON file.")] = None,
+) -> None:
+    """Tell whether a bundle still fits recent steps; exits with 3 where something is to be done."""
+    with ProgressBars() as bars:
+        report = api.check(bundle, steps, times=times, refit=refit, out=out, observer=bars)
+    print(summaries.drift_summary(report, refit))
+    if report.refit_refused:
+        raise RoutePackError(report.refit_refused)
+    raise typer.Exit(report.exit_code)
 
 
 @app.command()

@@ -42,7 +42,9 @@ class History:
 def tuning_history(trials: Sequence[Mapping[str, Any]]) -> History:
     """Return the course of a study from its trials (mappings with ``number`` and ``value``, None where infeasible)."""
     ordered = sorted(trials, key=lambda trial: trial["number"])
-    finite = [t for t in ordered if t.get("value") is not None and np.isfinite(t["value"])]
+    # A trial that was stopped early has a value of part of the batches only.
+    whole = [t for t in ordered if t.get("state", "complete") == "complete" and t.get("value") is not None]
+    finite = [t for t in whole if np.isfinite(t["value"])]
     values = np.array([t["value"] for t in finite], dtype=np.float64)
     return History(
         numbers=np.array([t["number"] for t in finite], dtype=np.int64),

@@ -23,7 +23,7 @@ from profiler.files import write_text
 from routepack_tune.config import without_password
 from routepack_tune.fit_figures import gains
 from routepack_tune.fit_report import QUANTITIES, REPORT_FILE, error_lines
-from routepack_tune.registry import tracking_at
+from routepack_tune.registry import promote, tracking_at
 from routepack_tune.tracking import (
     ARTIFACTS,
     DATABASE,
@@ -76,7 +76,7 @@ def track_fit(
 def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, experiment: str) -> dict[str, str]:
     mlflow = quiet_mlflow()
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-    experiment_id = find_or_make_experiment(client, experiment, folder, uri)
+    experiment_id = find_or_make_experiment(client, experiment, uri)
     run = client.create_run(experiment_id, run_name=f"fit {model.spec.name}", tags={KIND: "fit"})
     run_id, name = run.info.run_id, REGISTERED_PREFIX + registered_suffix(model.spec.name)
     try:
@@ -92,6 +92,7 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
             if (clean / REPORT_FILE).is_file():
                 client.log_artifact(run_id, str(clean / REPORT_FILE))
             version = _log_model(mlflow, model, clean, run_id, name, uri)
+            promote(client, name, version)
     except Exception:
         client.set_terminated(run_id, status="FAILED")
         raise

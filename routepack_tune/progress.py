@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import TracebackType
 from typing import Any
@@ -9,10 +10,15 @@ from typing import Any
 from profiler.observer import Observer
 
 
+def is_first_rank() -> bool:
+    """Return whether this process speaks for the job: it is alone, or torchrun's rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class ProgressBars(Observer):
     """Draw one bar per running piece of work with rich; use it as a context manager.
 
-    Nothing is drawn when stderr is no terminal, so logs of batch jobs stay clean.
+    Nothing is drawn when stderr is no terminal, so logs of batch jobs stay clean, nor by other ranks than the first.
     """
 
     def __init__(self) -> None:
@@ -20,7 +26,7 @@ class ProgressBars(Observer):
         self._progress: Any = None
 
     def __enter__(self) -> ProgressBars:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and is_first_rank():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

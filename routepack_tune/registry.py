@@ -1,4 +1,8 @@
-"""MLflow's model registry: a bundle as a model version under an alias, and back again."""
+"""MLflow's model registry: a bundle as a model version under an alias, and back again.
+
+Registering moves ``@champion`` to the new version and ``@previous`` to the old champion; rolling back exchanges them.
+The champion always moves first: a kill in between leaves a champion, never none.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,30 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from profiler.errors import RoutePackError
-from routepack_tune.tracking import quiet_mlflow
+from routepack_tune.config import without_password
+from routepack_tune.tracking import SQLITE, quiet_mlflow
 
-ALIAS = "champion"
+CHAMPION, PREVIOUS = "champion", "previous"
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """Hold what a rollback did."""
+
+    name: str
+    champion: str
+    """Version that is the champion now."""
+    previous: str
+    """Version that was the champion."""
 
 
 def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experiment: str) -> str:
-    """Log a bundle's folder with the study's run, register it and point the alias at it.
+    """Log a bundle's folder with the study's run, register it and make it the champion.
 
     Returns
     -------
@@ -39,10 +56,11 @@ def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experi
                     name="bundle",
                     python_model=str(Path(__file__).with_name("pyfunc_model.py")),
                     artifacts={"bundle": str(bundle)},
+                    signature=planner_signature(),
                     registered_model_name=name,
                     pip_requirements=["routepack-tune"],
                 )
-        client.set_registered_model_alias(name, ALIAS, logged.registered_model_version)
+        promote(client, name, str(logged.registered_model_version))
     except RoutePackError:
         raise
     except Exception as error:
@@ -51,7 +69,71 @@ def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experi
             f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {first} Check the tracking "
             "server and run `routepack deploy` again."
         ) from None
-    return f"models:/{name}@{ALIAS}"
+    return f"models:/{name}@{CHAMPION}"
+
+
+def planner_signature() -> Any:
+    """Return what the registered planner takes and gives, stated: nothing is left to inference from an example."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+    from mlflow.types.schema import AnyType
+
+    return ModelSignature(inputs=Schema([ColSpec(DataType.string)]), outputs=Schema([ColSpec(AnyType())]))
+
+
+def promote(client: Any, name: str, version: str) -> None:
+    """Make a version the champion; the champion so far becomes the previous one."""
+    before = _version_of(client, name, CHAMPION)
+    client.set_registered_model_alias(name, CHAMPION, version)
+    if before and before != version:
+        client.set_registered_model_alias(name, PREVIOUS, before)
+
+
+def roll_back(name: str, uri: str) -> RolledBack:
+    """Exchange ``@champion`` and ``@previous`` of a registered model.
+
+    Raises
+    ------
+    RoutePackError
+        If the store cannot be reached, knows no such model, or there is nothing to go back to.
+    """
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
+        raise RoutePackError(f"{uri} is no file: nothing was registered there. Give the store of the registry.")
+    mlflow = quiet_mlflow()
+    try:
+        client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+        champion, previous = (_version_of(client, name, alias) for alias in (CHAMPION, PREVIOUS))
+        if previous is None or previous == champion:
+            known = sorted(int(one.version) for one in client.search_model_versions(f"name='{name}'"))
+            versions = f"versions {', '.join(map(str, known))}" if known else "no version at all"
+            raise RoutePackError(
+                f"{name!r} in {without_password(uri)} has no version to go back to (@champion is "
+                f"{champion or 'not set'}, @previous is {previous or 'not set'}, {versions}). Register one with "
+                "`routepack deploy --register`."
+            )
+        client.set_registered_model_alias(name, CHAMPION, previous)
+        if champion is not None:
+            client.set_registered_model_alias(name, PREVIOUS, champion)
+    except RoutePackError:
+        raise
+    except Exception as error:
+        first = without_password(" ".join(str(error).split())[:300])
+        raise RoutePackError(
+            f"MLflow at {without_password(uri)} could not roll back {name!r}: {first} Check the server and try again."
+        ) from None
+    return RolledBack(name, previous, champion or "")
+
+
+def _version_of(client: Any, name: str, alias: str) -> str | None:
+    """Return the version an alias points at; None where there is no such model or alias."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return str(client.get_model_version_by_alias(name, alias).version)
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
 
 
 def download_bundle(model_uri: str) -> Path:

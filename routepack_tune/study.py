@@ -1,32 +1,40 @@
 """The study's folder: all that ``deploy`` needs, whichever machine it runs on.
 
-``study.json`` (what was tuned, on what, the best trial), ``study.db`` (Optuna), ``mlflow.db`` and ``artifacts/``
-(tracking), ``tables.npz`` and ``costmodel.json`` (the frozen times and where they come from), ``recheck.npz`` (the step
-batch on which the winner is planned once more before it is deployed).
+``study.json`` (what was tuned, on what, the best trial), ``study.db`` or ``study.journal`` (Optuna), ``trials.jsonl``
+(every trial, before it is tracked), ``mlflow.db`` and ``artifacts/`` (tracking), ``tables.npz`` and ``costmodel.json``
+(the frozen times and where they come from; ``tables-CAP.npz`` for further caps), ``recheck.npz`` (the step batch on
+which the winner is planned once more before it is deployed), ``tuning-report.html``.
 
-Invariants: ``study.json`` is whole at every moment; one process writes a study at a time; a folder holds one study for
-ever: other inputs are refused.
+Invariants: ``study.json`` is whole at every moment; one process writes a study at a time; a folder holds one study:
+other inputs are refused with the difference, or begin a new study, and the earlier one moves to ``earlier/``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, read_json, write_bytes, write_json
+from routepack_tune.outbox import OUTBOX_FILE
 
 if TYPE_CHECKING:
+    from costmodels import StepTables
     from search import TuneTask
 
-STUDY_SCHEMA_VERSION = 1
+STUDY_SCHEMA_VERSION = 2
 STUDY_FILE = "study.json"
 TABLES_FILE = "tables.npz"
 COST_MODEL_FILE = "costmodel.json"
 RECHECK_FILE = "recheck.npz"
-OPTUNA_FILE = "study.db"
+TUNING_REPORT_FILE = "tuning-report.html"
+EARLIER = "earlier"
+_LOG = logging.getLogger("routepack_tune")
 
 
 def study_name(task: TuneTask) -> str:
@@ -34,9 +42,15 @@ def study_name(task: TuneTask) -> str:
     return f"routepack-{content_hash(task.signature)[:12]}"
 
 
-def default_storage(folder: Path) -> str:
-    """Return the Optuna URL of the SQLite file inside a study's folder."""
-    return f"sqlite:///{(folder.resolve() / OPTUNA_FILE).as_posix()}"
+def tables_file(cap: int, configured: int) -> str:
+    """Return the name of the file with the frozen times of a cap."""
+    return TABLES_FILE if cap == configured else f"tables-{cap}.npz"
+
+
+def _is_ours(name: str) -> bool:
+    """Tell whether a name is one that tuning writes into its folder; a kill may leave some without the others."""
+    own = (STUDY_FILE, COST_MODEL_FILE, RECHECK_FILE, OUTBOX_FILE, TUNING_REPORT_FILE, EARLIER)
+    return name in own or re.fullmatch(r"tables(-\d+)?\.npz|study\.(db|journal).*", name) is not None
 
 
 @contextlib.contextmanager
@@ -52,9 +66,8 @@ def locked_study(folder: Path) -> Iterator[None]:
 
     if folder.exists() and not folder.is_dir():
         raise RoutePackError(f"{folder} is a file, a folder is to be written there. Choose another --out.")
-    own = {STUDY_FILE, TABLES_FILE, COST_MODEL_FILE, RECHECK_FILE}  # a kill may leave some of them without the others
     found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if STUDY_FILE not in found and any(not name.startswith(".") and name not in own for name in found):
+    if STUDY_FILE not in found and any(not name.startswith(".") and not _is_ours(name) for name in found):
         raise RoutePackError(f"{folder} is not empty and holds no {STUDY_FILE}. Choose another --out.")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a", encoding="utf-8") as lock:
@@ -67,36 +80,69 @@ def locked_study(folder: Path) -> Iterator[None]:
         yield
 
 
-def begin_study(folder: Path, task: TuneTask, costmodel: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Write what a new study's folder must hold, or check that the one there is of the same inputs.
+def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
+    """Return what the folder's ``study.json`` holds, None where there is none.
 
     Raises
     ------
     RoutePackError
-        If the folder holds a study of other inputs; the message names them.
+        If it is a study of other inputs; the message shows the difference.
     """
-    from routepack_tune.traces import save_step_batch
+    if not (folder / STUDY_FILE).is_file():
+        return None
+    from search.study_storage import describe_difference, signature_of
 
-    if (folder / STUDY_FILE).is_file():
-        known = read_study(folder)
-        changed = [name for name, value in task.signature.items() if known["signature"].get(name) != value]
-        if changed:
-            raise RoutePackError(
-                f"{folder} holds a study with other {', '.join(_WORDS.get(name, name) for name in changed)}: its "
-                "trials cannot be compared with new ones. Give another --out, or the earlier inputs."
-            )
-        return known
-    task.tables.save(folder / TABLES_FILE)
+    known, wanted = read_study(folder), signature_of(task)
+    changed = [name for name in wanted if known["signature"].get(name) != wanted[name]]
+    if changed:
+        details = "; ".join(describe_difference(name, known["signature"].get(name), wanted[name]) for name in changed)
+        raise RoutePackError(
+            f"{folder} holds a study with other {', '.join(_WORDS.get(name, name) for name in changed)} ({details}): "
+            "its trials cannot be compared with new ones. Go back to the earlier inputs, give another --out, or begin "
+            "afresh with --new-study."
+        )
+    return known
+
+
+def set_aside(folder: Path) -> None:
+    """Move the folder's study to ``earlier/NAME``; storages and the tracking store stay, they hold many studies."""
+    if not (folder / STUDY_FILE).is_file():
+        return
+    document = read_json(folder / STUDY_FILE, "Study")
+    name = re.sub(r"[^\w.-]", "_", str(document.get("study_name", "study")))
+    target, number = folder / EARLIER / name, 1
+    while target.exists():
+        number += 1
+        target = folder / EARLIER / f"{name}-{number}"
+    target.mkdir(parents=True)
+    moved = [path for path in sorted(folder.iterdir()) if _is_ours(path.name) and path.name != EARLIER]
+    for path in moved:
+        # The document goes last: until then the folder is the earlier study's.
+        if path.name != STUDY_FILE and not path.name.startswith(("study.db", "study.journal")):
+            shutil.move(path, target / path.name)
+    shutil.move(folder / STUDY_FILE, target / STUDY_FILE)
+
+
+def begin_study(
+    folder: Path, task: TuneTask, name: str, costmodel: Path, document: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write what a new study's folder must hold."""
+    from routepack_tune.traces import save_step_batch
+    from search.study_storage import signature_of
+
+    tables: dict[str, StepTables] = {tables_file(cap, task.max_tokens): task.tables_of(cap) for cap in task.caps}
+    for file, frozen in tables.items():
+        frozen.save(folder / file)
     write_bytes(folder / COST_MODEL_FILE, (costmodel / COST_MODEL_FILE).read_bytes())
     save_step_batch(folder / RECHECK_FILE, task.batches[-1])
     begun = {
         "schema_version": STUDY_SCHEMA_VERSION,
-        "study_name": study_name(task),
+        "study_name": name,
         "state": "running",
-        "signature": task.signature,
+        "signature": signature_of(task),
         **document,
         "tables_hash": task.tables.tables_hash,
-        "files": {name: file_hash(folder / name) for name in (TABLES_FILE, COST_MODEL_FILE, RECHECK_FILE)},
+        "files": {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)},
         "tracking": {},
         "summary": None,
     }
@@ -105,7 +151,7 @@ def begin_study(folder: Path, task: TuneTask, costmodel: Path, document: Mapping
 
 
 _WORDS = {"batches": "step batches", "tables": "times (cost model, model, topology or cap)", "base": "planner settings",
-          "space": "tunable ranges", "objective": "tune settings"}  # fmt: skip
+          "space": "tunable ranges or caps", "objective": "tune settings"}  # fmt: skip
 
 
 def finish_study(folder: Path, document: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
@@ -116,12 +162,12 @@ def finish_study(folder: Path, document: Mapping[str, Any], **changes: Any) -> d
 
 
 def read_study(folder: Path | str) -> dict[str, Any]:
-    """Read ``study.json``.
+    """Read ``study.json``; one of an older schema is brought to this one, with a note.
 
     Raises
     ------
     RoutePackError
-        If it is missing, damaged or of another schema.
+        If it is missing, damaged or of a newer schema.
     """
     path = Path(folder) / STUDY_FILE
     if not path.is_file():
@@ -130,15 +176,43 @@ def read_study(folder: Path | str) -> dict[str, Any]:
         )
     document = read_json(path, "Study")
     version = document.get("schema_version") if isinstance(document, dict) else None
-    if version != STUDY_SCHEMA_VERSION:
+    if version not in range(1, STUDY_SCHEMA_VERSION + 1):
         raise RoutePackError(
-            f"Study {folder} has schema_version {version!r}, this version reads {STUDY_SCHEMA_VERSION}. Update "
+            f"Study {folder} has schema_version {version!r}, this version reads up to {STUDY_SCHEMA_VERSION}. Update "
             "routepack-tune, or tune again."
         )
     missing = {"signature", "config", "files", "summary", "study_name", "tracking"} - set(document)
     if missing:
         raise RoutePackError(f"Study {path} lacks {', '.join(sorted(missing))}: it was edited. Tune again.")
+    if version == 1:
+        _LOG.info(
+            "Study %s has schema_version 1: it is read as %d; its held-out gain has no interval, so its best trial is "
+            "exported as before. Tune again with --new-study for one.", folder, STUDY_SCHEMA_VERSION,
+        )  # fmt: skip
+        document = _migrated(document)
     return document
+
+
+def _migrated(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document of schema 1 as one of schema 2; what it did not know is empty."""
+    summary = document["summary"]
+    if summary:
+        holdout = summary.get("holdout") or {}
+        best, default = holdout.get("best_value"), holdout.get("default_value")
+        gain = None if best is None or not default else 100 * (1 - best / default)
+        summary = {
+            **summary,
+            "trials": {"pruned": 0, "duplicate": 0, **summary["trials"]},
+            "history": [{"state": "complete", **trial} for trial in summary["history"]],
+            "pareto": [],
+            "importances": {},
+            "holdout": {"best": [], "default_settings": [], "best_value": None, "default_value": None, "seeds": [],
+                        **holdout, "gain_pct": gain, "low_pct": None, "high_pct": None},
+            "export": "best",
+            "export_reason": "Best trial of a study of schema 1, which did not test its held-out gain.",
+            "overhead": {},
+        }  # fmt: skip
+    return {**document, "schema_version": STUDY_SCHEMA_VERSION, "summary": summary}
 
 
 def check_study_files(folder: Path, document: Mapping[str, Any]) -> None:

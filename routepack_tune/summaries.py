@@ -12,8 +12,16 @@ if TYPE_CHECKING:
     from costmodels import CostModel
     from profiler import Measurements
     from routepack_tune.comparison import Outcome
+    from routepack_tune.drift_report import DriftReport
     from routepack_tune.quickstart import QuickstartResult
     from search import Plan
+
+
+NEXT = {
+    "max_minutes": "Go on with more --max-minutes",
+    "max_points": "Go on with more profile.max_points, or time on a quieter device",
+}
+"""What to do when a sweep stopped above its target."""
 
 
 def measurements_summary(measurements: Measurements, out: Path) -> str:
@@ -27,12 +35,36 @@ def measurements_summary(measurements: Measurements, out: Path) -> str:
         f"  {device['origin']} times of {device['name']} ({device['arch']}): {counts}"
         + (f"; {failed} without a time" if failed else ""),
     ]
+    lines += _rounds_lines(measurements.meta)
     if measurements.meta.get("backward") == "absent":
         lines.append("  forward times only: backward will be assumed, and marked so, until it is measured")
     for limit in measurements.meta.get("limits") or ():
         sizes = f"{limit['what']} up to {limit['designed']}, the job asks {limit['wanted']}"
         lines.append(f"  {limit['op']}: {sizes}: {limit['reason']}")
     return "\n".join(lines)
+
+
+def _rounds_lines(meta: Mapping[str, Any]) -> list[str]:
+    """Say what the rounds of a sweep gained, whether the device was steady, and what to do next."""
+    rounds = meta.get("rounds") or ()
+    if not rounds:
+        return []
+    last, minutes = rounds[-1], sum(one["minutes"] for one in rounds)
+    cases, plural = sum(one["cases"] for one in rounds), "s" if len(rounds) > 1 else ""
+    lines = [f"  {cases} cases in {len(rounds)} round{plural}, {minutes:.1f} min; stopped by {last['stopped_by']}"]
+    for op in sorted(last["errors_pct"]):
+        course = " -> ".join(f"{one['errors_pct'][op]:.1f}" for one in rounds if op in one["errors_pct"])
+        lines.append(f"  {op}: held-out median error {course}%")
+    above = {op: error for op, error in last["errors_pct"].items() if error > meta["params"]["target_error"]}
+    if above and last["stopped_by"] in NEXT:
+        lines.append(f"  above the target of {meta['params']['target_error']:g}%: {', '.join(sorted(above))}. "
+                     f"{NEXT[last['stopped_by']]}, with the same --out")  # fmt: skip
+    problems = (meta.get("steadiness") or {}).get("problems") or ()
+    if problems:
+        lines.append(f"  NOT STEADY: {'; '.join(problems)}. Profile again into a new folder")
+    else:
+        lines.append("  next: routepack fit")
+    return lines
 
 
 def cost_model_summary(model: CostModel, out: Path) -> str:
@@ -48,20 +80,34 @@ def cost_model_summary(model: CostModel, out: Path) -> str:
     return "\n".join(lines)
 
 
+TRIAL_WORDS = {"pruned": "stopped early", "infeasible": "infeasible", "duplicate": "repeated", "failed": "failed"}
+
+
 def study_summary(document: Mapping[str, Any], out: Path) -> str:
     """Say what the best trial gains on held-out batches."""
     summary = document["summary"]
     best, holdout, trials = summary["best"], summary["holdout"], summary["trials"]
     lines = [
         f"Study: {out}",
-        f"  {trials['complete']} trials complete, {trials['infeasible']} infeasible; best is trial {best['number']}: "
-        f"{best['value']:.4f} of the default plan's time (step + exposed planning)",
+        f"  {trials['complete']} trials complete, "
+        + ", ".join(f"{trials[state]} {word}" for state, word in TRIAL_WORDS.items() if trials.get(state))
+        + f"; best is trial {best['number']}: {best['value']:.4f} of the default settings' time (step, moves, exposed "
+        "planning)",
     ]
     if holdout["best_value"] is not None:
         lines.append(
             f"  held out ({', '.join(summary['names']['holdout'])}): {holdout['best_value']:.4f}, untuned settings "
             f"{holdout['default_value']:.4f}"
         )
+    lines += [f"  exports {summary['export']}: {summary['export_reason']}", f"  report: {out / 'tuning-report.html'}"]
+    return "\n".join(lines)
+
+
+def drift_summary(report: DriftReport, refit: Path | None) -> str:
+    """Say whether a bundle still fits, on what evidence, and where the corrected one is."""
+    lines = report.lines()
+    if report.refit is not None:
+        lines.append(f"Bundle: {refit}\n  times corrected; check it before training loads it")
     return "\n".join(lines)
 
 

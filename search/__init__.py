@@ -11,12 +11,14 @@ from search.baselines import (
 from search.bounds import lower_bound_ns
 from search.evaluate import Evaluation, balanced_ns, evaluate
 from search.joint import plan_step
+from search.objective import BatchScore
 from search.params import TUNABLE, PlannerParams, Range
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem, check_lengths
 from search.stop import FirstOf, GapBelow, MaxIterations, MaxRuntime, NoImprovement, StopCriterion
 from search.stream import StreamingPlanner
-from search.tuner import BatchScore, TrialObserver, TuneParams, TuneTask, run_study, score_batches
+from search.tune_task import TrialObserver, TuneParams, TuneTask
+from search.tuner import run_study
 
 __all__ = [
     "BASELINES",
@@ -52,5 +54,4 @@ __all__ = [
     "price_baseline",
     "price_search_baseline",
     "run_study",
-    "score_batches",
 ]

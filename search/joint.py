@@ -24,6 +24,7 @@ from search.evaluate import Evaluation, evaluate
 from search.movement import (
     Residence,
     expert_bytes,
+    expert_move_ns,
     list_moves,
     nearer_home,
     placement_of_ranks,
@@ -110,10 +111,9 @@ def plan_step(
         {"planner": "routepack-tune", "seed": seed, "params": asdict(params), "stopped_by": stop.name},
     )  # fmt: skip
     if old_LE is not None:
-        plan = replace(
-            plan,
-            moves=list_moves(old_LE, plan.placement_LE, problem.experts_per_rank, expert_bytes(spec, topology), params),
-        )
+        seconds = expert_move_ns(spec, topology, tables, params) * 1e-9
+        moves = list_moves(old_LE, plan.placement_LE, problem.experts_per_rank, expert_bytes(spec, topology), seconds)
+        plan = replace(plan, moves=moves)
     check_plan(plan, problem.lengths, problem.num_experts)
     _check_job(problem, plan)
     return plan

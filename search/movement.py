@@ -12,14 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from costmodels import StepTables
 from profiler import ModelSpec, RoutePackError, Topology
+from profiler.model_spec import STATE_BYTES
 from search.construct import slots_of_ranks
 from search.params import PlannerParams
 from search.plan import ExpertMoves, Plan
 from search.problem import Problem
 
-BYTES_PER_PARAMETER = 16
-"""bf16 weight, fp32 master weight, two fp32 Adam moments (14), rounded up for alignment and buffers."""
+BYTES_PER_PARAMETER = STATE_BYTES
+ASSUMED_GBYTES_PER_S = 25.0
+"""Bandwidth of one rank where neither the settings nor measurements say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Residence:
 
 def residence_of(previous: Plan, problem: Problem, spec: ModelSpec, params: PlannerParams) -> Residence:
     """Return where experts lie and the price of moving one, spread over the horizon; prices add up over blocks."""
-    move_ns = expert_bytes(spec, problem.topology) / params.link_gbytes_per_s * problem.tables.pipeline_stages
+    move_ns = expert_move_ns(spec, problem.topology, problem.tables, params) * problem.tables.pipeline_stages
     price = params.stickiness * move_ns * problem.num_blocks / max(1.0, params.horizon_steps)
     return Residence(_old_ranks(previous, problem), round(price))
 
@@ -59,12 +62,18 @@ def _old_ranks(previous: Plan, problem: Problem) -> np.ndarray:
 
 def expert_bytes(spec: ModelSpec, topology: Topology) -> int:
     """Return the bytes of one expert's weights and optimizer state on one rank."""
-    width = max(1, spec.moe_intermediate_size // topology.expert_tensor_parallel_size)
-    return 3 * spec.hidden_size * width * BYTES_PER_PARAMETER
+    return spec.expert_bytes(topology.expert_tensor_parallel_size)
+
+
+def expert_move_ns(spec: ModelSpec, topology: Topology, tables: StepTables, params: PlannerParams) -> float:
+    """Return the time of moving one expert: by the stated bandwidth, else as measured, else by an assumed one."""
+    if params.link_gbytes_per_s == 0 and tables.expert_move_ns:
+        return float(tables.expert_move_ns)
+    return expert_bytes(spec, topology) / (params.link_gbytes_per_s or ASSUMED_GBYTES_PER_S)
 
 
 def list_moves(
-    old_LE: np.ndarray, new_LE: np.ndarray, per_rank: int, bytes_each: int, params: PlannerParams
+    old_LE: np.ndarray, new_LE: np.ndarray, per_rank: int, bytes_each: int, seconds_each: float
 ) -> ExpertMoves:
     """List what changes its slot; the time is that of each layer's busiest receiving rank."""
     layers, experts = np.nonzero(old_LE != new_LE)
@@ -72,7 +81,7 @@ def list_moves(
     received = np.zeros((len(new_LE), new_LE.shape[1]), np.int64)
     away = old_LE[layers, experts] // per_rank != new_LE[layers, experts] // per_rank
     np.add.at(received, (layers[away], new_LE[layers, experts][away] // per_rank), 1)
-    seconds = float(received.max(axis=1).sum()) * bytes_each / (params.link_gbytes_per_s * 1e9)
+    seconds = float(received.max(axis=1).sum()) * seconds_each
     return ExpertMoves(tuple(map(tuple, np.stack(pairs, 1).tolist())), int(away.sum()) * bytes_each, seconds)
 
 

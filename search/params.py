@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,17 @@ class PlannerParams:
     """Steps over which a new placement must pay for moving its experts."""
     stickiness: float = 2.5
     """Factor on the price of moving experts: 0 moves them for free, larger keeps the old placement longer."""
-    link_gbytes_per_s: float = 25.0
-    """Bandwidth of one rank for moving experts and their optimizer state, in 1e9 bytes a second (assumed)."""
+    link_gbytes_per_s: float = 0.0
+    """Bandwidth of one rank for moving experts and their optimizer state, in 1e9 bytes a second; 0 takes the measured
+    time of a move, and 25 where none was measured."""
     sequence_alignment: int = 1
     """Tokens every sequence is padded to a multiple of (Megatron: tp x cp x 2); padding costs like average tokens."""
     equal_samples: bool = False
     """Give every DP slot the same number of samples, or one more (verl, ROLL, SkyRL)."""
     max_received_rows: int = 0
     """Most routed rows an EP rank may receive in one row and layer (activation memory); 0 for no limit."""
+    receive_slack: float = 0.0
+    """Share of ``max_received_rows`` that the search keeps free, so that it rarely touches the limit."""
     couple_blocks: bool = False
     """All EP blocks wait for one another layer by layer (FSDP gathers dense weights over the whole island)."""
     ranks_per_node: int = 0
@@ -57,7 +60,7 @@ class PlannerParams:
     def __post_init__(self) -> None:
         at_least = {"max_iterations": 1, "starts": 1, "alternations": 1, "extra_rows": 0, "placement_swaps": 0,
                     "hot_temperature": 0, "cold_temperature": 0, "placement_temperature": 0, "horizon_steps": 0,
-                    "stickiness": 0, "sequence_alignment": 1,
+                    "stickiness": 0, "link_gbytes_per_s": 0, "sequence_alignment": 1,
                     "max_received_rows": 0, "ranks_per_node": 0}  # fmt: skip
         for name, least in at_least.items():
             if not least <= getattr(self, name) < float("inf"):
@@ -70,12 +73,12 @@ class PlannerParams:
                 "Expected within_share + two_share + cell_share <= 1, got "
                 f"{self.within_share} + {self.two_share} + {self.cell_share}."
             )
+        if not 0 <= self.receive_slack < 1:
+            raise ValueError(f"Expected receive_slack in [0, 1), got {self.receive_slack}.")
         if not self.relocate_share + self.similar_share <= 1:
             raise ValueError(
                 f"Expected relocate_share + similar_share <= 1, got {self.relocate_share} + {self.similar_share}."
             )
-        if not self.link_gbytes_per_s > 0:
-            raise ValueError(f"Expected link_gbytes_per_s > 0, got {self.link_gbytes_per_s}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +90,20 @@ class Range:
     log: bool = False
     integer: bool = False
 
+    def holds(self, value: float) -> bool:
+        """Tell whether a value lies in the range and is of its kind."""
+        return self.low <= value <= self.high and (not self.integer or value == int(value))
+
+    def with_value(self, value: float) -> Range | None:
+        """Return the range widened to a value; None where a logarithmic one cannot reach it (0)."""
+        if self.log and value <= 0:
+            return None
+        return replace(self, low=min(self.low, value), high=max(self.high, value))
+
 
 TUNABLE: dict[str, Range] = {
     "max_iterations": Range(10_000, 4_000_000, log=True, integer=True),
+    "starts": Range(1, 4, integer=True),
     "alternations": Range(1, 4, integer=True),
     "first_share": Range(0.2, 0.9),
     "extra_rows": Range(0, 8, integer=True),
@@ -103,6 +117,19 @@ TUNABLE: dict[str, Range] = {
     "placement_swaps": Range(1_000, 200_000, log=True, integer=True),
     "placement_temperature": Range(1e-5, 1e-1, log=True),
     "stickiness": Range(0.25, 10.0, log=True),
+    "horizon_steps": Range(2.0, 50.0, log=True),
+    "receive_slack": Range(0.0, 0.2),
 }
 
 assert set(TUNABLE) <= {f.name for f in fields(PlannerParams)}
+
+
+def tunable_ranges(base: PlannerParams) -> dict[str, Range]:
+    """Return what a tuner may vary around ``base``: every range reaches its value, so that a study can start from it.
+
+    A knob that ``base`` sets to 0 on a logarithmic range is switched off and stays so.
+    """
+    ranges = {name: knob.with_value(getattr(base, name)) for name, knob in TUNABLE.items()}
+    if not base.max_received_rows:
+        ranges.pop("receive_slack", None)
+    return {name: knob for name, knob in ranges.items() if knob is not None}

@@ -149,7 +149,7 @@ def build_problem(
         counts=_fill_unknown(batch, lengths, spec.top_k),
         sequence_ns=np.ascontiguousarray((sequence * layers).T),
         cell_ns=np.ascontiguousarray(np.stack(tables.cell_ns) * layers),
-        expert_ns=_with_receive_cap(tables, params.max_received_rows),
+        expert_ns=_with_receive_cap(tables, params.max_received_rows, params.receive_slack),
         exchange_ns=tables.exchange_ns,
         tables=tables,
         topology=topology,
@@ -169,13 +169,14 @@ def padded_lengths(lengths: np.ndarray, alignment: int) -> np.ndarray:
     return -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
 
 
-def _with_receive_cap(tables: StepTables, max_rows: int) -> np.ndarray:
+def _with_receive_cap(tables: StepTables, max_rows: int, slack: float) -> np.ndarray:
     """Return the experts' table with a steep wall above the most rows a rank may receive.
 
     The wall starts at the last node not above the cap, so that the search treats the cap as a cost it cannot pay.
     """
     if max_rows == 0:
         return tables.expert_rank_ns
+    max_rows = max(1, round(max_rows * (1 - slack)))
     nodes = np.arange(len(tables.expert_rank_ns), dtype=np.int64)
     return tables.expert_rank_ns + np.maximum(0, nodes - (max_rows >> tables.rows_shift)) * RECEIVE_WALL_NS
 

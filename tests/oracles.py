@@ -81,3 +81,51 @@ def _best_placement_ns(problem, row_N, slot_N, num_rows):
             times.append(step_ns_slow(problem, row_N, slot_N, placement, num_rows)[0])
         total += min(times) - times[0]
     return total
+
+
+def delta_rule_slow(query, key, value, decay, write, lengths):
+    """The gated delta rule token by token and head by head: [T, H, K] and [T, H, V] torch tensors in, [T, H, V] out.
+
+    Queries and keys come normalised; ``decay`` holds logs. Every sequence starts from a state of zeros.
+    """
+    import torch
+
+    outputs, first = [], 0
+    for length in lengths:
+        for head in range(value.shape[1]):
+            state = value.new_zeros(key.shape[-1], value.shape[-1])
+            rows = []
+            for t in range(first, first + length):
+                state = state * decay[t, head].exp()
+                correction = write[t, head] * (value[t, head] - key[t, head] @ state)
+                state = state + torch.outer(key[t, head], correction)
+                rows.append(query[t, head] @ state / query.shape[-1] ** 0.5)
+            outputs.append((first, head, torch.stack(rows)))
+        first += length
+    by_head = [torch.cat([rows for _, head, rows in outputs if head == h]) for h in range(value.shape[1])]
+    return torch.stack(by_head, dim=1)
+
+
+def experts_slow(rows, gate_up, down, counts):
+    """The SwiGLU feed-forward of every expert on its own rows, one after the other."""
+    import torch
+
+    parts, first = [], 0
+    for expert, count in enumerate(counts):
+        gate, up = (rows[first : first + count] @ gate_up[expert].T).chunk(2, dim=-1)
+        parts.append((torch.nn.functional.silu(gate) * up) @ down[expert].T)
+        first += count
+    return torch.cat(parts)
+
+
+def router_slow(tokens, weight, top_k):
+    """Every token's own rows, one for each of its experts, added up by the experts' renormalised shares."""
+    import torch
+
+    outputs = []
+    for token in tokens:
+        shares = torch.softmax(weight @ token, dim=0)
+        chosen = sorted(range(len(weight)), key=lambda e: -shares[e].item())[:top_k]
+        total = sum(shares[e] for e in chosen)
+        outputs.append(sum(token * (shares[e] / total) for e in chosen))
+    return torch.stack(outputs)

@@ -47,11 +47,27 @@ def alltoall_us(f):
     return 8.0 + f["ranks"] + f["bytes"] * (f["ranks"] - 1) / f["ranks"] / 2e5
 
 
+def linear_attention_us(f):
+    work = f["tokens"] * f["num_heads"] * (f["qk_head_dim"] + f["v_head_dim"]) / 4e4
+    return 30.0 + 0.8 * f["max_length"] / 64 + work
+
+
+def router_us(f):
+    return 25.0 + f["tokens"] * (f["hidden_size"] * f["top_k"] + 4 * f["num_experts"]) / 2e5
+
+
+def transfer_us(f):
+    return 12.0 + f["bytes"] / 1e5 + (8.0 + f["inter_bytes"] / 3e4 if f["inter_bytes"] else 0.0)
+
+
 def _bump(size):
     return np.exp(0.15 * np.sin(np.log2(size)))
 
 
-TRUE_US = {"attention": attention_us, "dense": dense_us, "experts": experts_us, "alltoall": alltoall_us}
+TRUE_US = {
+    "attention": attention_us, "dense": dense_us, "experts": experts_us, "alltoall": alltoall_us,
+    "linear_attention": linear_attention_us, "router": router_us, "transfer": transfer_us,
+}  # fmt: skip
 
 
 def _attention_features():
@@ -91,7 +107,27 @@ def _experts_features():
 def _alltoall_features():
     for ranks in (2, 4, 8):
         for power in range(10, 28):
-            yield {"bytes": 1 << power, "ranks": ranks}
+            yield {"bytes": 1 << power, "inter_bytes": 0, "ranks": ranks}
+
+
+def _linear_attention_features():
+    for length in (32, 64, 128, 256, 512, 1024, 2048, 4096):
+        for count in (1, 2, 4, 16):
+            yield {
+                "tokens": count * length, "num_sequences": count, "max_length": length, "num_heads": 8,
+                "num_kv_heads": 4, "qk_head_dim": 32, "v_head_dim": 64,
+            }  # fmt: skip
+
+
+def _router_features():
+    for tokens in np.unique(np.geomspace(1, 4096, 20).astype(int)):
+        yield {"tokens": int(tokens), "hidden_size": 1024, "num_experts": 64, "top_k": 4}
+
+
+def _transfer_features():
+    for power in range(16, 26):
+        for share in (0, 1):
+            yield {"bytes": 1 << power, "inter_bytes": share << power}
 
 
 FEATURE_ROWS = {
@@ -99,6 +135,9 @@ FEATURE_ROWS = {
     "dense": _dense_features,
     "experts": _experts_features,
     "alltoall": _alltoall_features,
+    "linear_attention": _linear_attention_features,
+    "router": _router_features,
+    "transfer": _transfer_features,
 }
 
 

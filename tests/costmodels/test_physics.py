@@ -99,7 +99,7 @@ def test_experts_never_fall_with_rows_of_any_expert(p, counts, data, more):
 
 @given(parameters("alltoall"), st.integers(1, 1 << 30), st.integers(0, 1 << 28), st.integers(2, 64))
 def test_exchanges_never_fall_and_respect_the_link(p, size, more, ranks):
-    small, large = ({"bytes": b, "ranks": ranks} for b in (size, size + more))
+    small, large = ({"bytes": b, "inter_bytes": 0, "ranks": ranks} for b in (size, size + more))
     assert price("alltoall", large, p) >= price("alltoall", small, p)
     wire_us = size * (ranks - 1) / ranks / (p["wire_gbps"] * 1e3)
     assert price("alltoall", small, p) > wire_us
@@ -117,7 +117,13 @@ def test_no_work_takes_the_floor_and_any_work_more(name, data):
     p = data.draw(parameters(name))
     smallest = {
         "attention": attention(1, heads=1, kv_heads=1), "dense": {"tokens": 1, "n": 1, "k": 1},
-        "experts": experts([1], 1, 1, 1), "alltoall": {"bytes": 1, "ranks": 2},
+        "experts": experts([1], 1, 1, 1), "alltoall": {"bytes": 1, "inter_bytes": 0, "ranks": 2},
+        "transfer": {"bytes": 1, "inter_bytes": 0},
+        "router": {"tokens": 1, "hidden_size": 1, "num_experts": 1, "top_k": 1},
+        "linear_attention": {
+            "tokens": 1, "num_sequences": 1, "max_length": 1, "num_heads": 1, "num_kv_heads": 1, "qk_head_dim": 1,
+            "v_head_dim": 1,
+        },
     }[name]  # fmt: skip
     floor = float(OPERATIONS[name].floor(columns(smallest), p)[0])
     assert 0 <= floor < price(name, smallest, p)

@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler import ModelSpec, ProfileParams, RoutePackError, Topology, load_model
-from profiler.design import design_cases, log_sizes, mixed_lengths, split_exactly
+from profiler.design import class_of, design_cases, log_sizes, mixed_lengths, split_exactly
+from profiler.rounds import EvenChooser, by_class, even_choice
+from profiler.seen import Seen
 from profiler.work import Rates, case_bytes, case_seconds
 
 FAST = Rates(1e15, 1e15, 1e13, 1e-6, 1 << 40)
@@ -12,8 +14,8 @@ SLOW = Rates(2e11, 6e10, 1e10, 5e-6, 12 << 30)
 EIGHT = Topology(data_parallel_size=8, expert_model_parallel_size=8)
 
 
-def design(model="gpt-oss-20b", topology=EIGHT, cap=4096, rates=FAST, **params):
-    return design_cases(load_model(model), topology, cap, ProfileParams(**params), rates, 2)
+def design(model="gpt-oss-20b", topology=EIGHT, cap=4096, rates=FAST, seen=None, **params):
+    return design_cases(load_model(model), topology, cap, ProfileParams(**params), rates, 2, seen)
 
 
 def of(cases, op, **features):
@@ -51,7 +53,8 @@ def test_every_window_class_is_timed_alone_in_many_and_mixed():
 
 def test_experts_hold_empty_groups_and_an_empty_rank():
     experts = of(design().cases, "experts")
-    assert {case.pattern for case in experts} == {"empty", "even", "skewed", "sparse"}
+    assert {case.pattern for case in experts} == {"empty", "even", "skewed", "sparse", "hot"}
+    assert any(case.features["max_rows"] == case.features["rows"] > 1000 for case in experts)
     assert of(experts, "experts", rows=0)
     assert any(0 < case.features["active_experts"] < case.features["local_experts"] for case in experts)
     # Twice the mean load of a full cap: 4096 tokens x 8 slots x 4 choices / 8 ranks.
@@ -94,10 +97,44 @@ def test_cases_are_distinct_and_their_parts_agree_with_their_features():
     assert all(sum(case.parts) == case.features["rows"] for case in of(cases, "experts"))
 
 
-def test_points_are_bounded():
-    cases = design(max_points=9).cases
-    assert len(of(cases, "attention", window=0)) <= 9
-    assert len(of(cases, "experts")) <= 9
+def test_a_pool_holds_a_few_hundred_cases_of_an_operation():
+    sizes = [len(cases) for cases in by_class(design().cases).values()]
+    assert min(sizes) >= 20
+    assert 100 < max(sizes) < 400
+
+
+def test_an_even_choice_is_bounded_and_holds_every_pattern_and_the_largest():
+    pool = design().cases
+    for key, cases in by_class(pool).items():
+        for count in (6, 9, 50):
+            chosen = even_choice(cases, count)
+            assert len({id(case) for case in chosen}) == len(chosen) <= count
+            assert {case.pattern for case in chosen} == {case.pattern for case in cases}
+            size = "rows" if key[0] == "experts" else "tokens"
+            assert max(c.features[size] for c in chosen) == max(c.features[size] for c in cases)
+    chosen = EvenChooser().next_round(pool, (), (), ProfileParams(max_points=9)).cases
+    assert len(of(chosen, "attention", window=0)) <= 9
+    assert len(of(chosen, "experts")) <= 9
+    assert {class_of(case) for case in chosen} == {class_of(case) for case in pool}
+
+
+def test_the_users_own_steps_are_candidates_of_every_class_they_concern():
+    seen = Seen(cells=((700, 301, 11),), rank_rows=((5, 0, 77, 3), (0, 0, 0, 0)))
+    cases = [case for case in design(seen=seen).cases if case.pattern == "seen"]
+    assert sorted(class_of(case)[:2] for case in cases) == [("attention", 0), ("attention", 128), ("experts", 0)]
+    assert {case.parts for case in cases} == {(700, 301, 11), (5, 0, 77, 3)}
+
+
+def test_hybrid_models_time_linear_attention_and_full_attention_apart():
+    cases = design("Qwen3-Next-80B-A3B").cases
+    assert {case.pattern for case in of(cases, "linear_attention")} == {"single", "even", "mixed"}
+    assert of(cases, "attention", window=0)
+
+
+def test_the_router_sees_the_tokens_of_one_rank():
+    cases = design(topology=Topology(tensor_model_parallel_size=2, context_parallel_size=2)).cases
+    assert {case.features["tokens"] for case in of(cases, "router")} >= {1, 1024}
+    assert max(case.features["tokens"] for case in of(cases, "router")) == 1024
 
 
 def test_a_slow_device_gets_smaller_sizes_and_a_reason():

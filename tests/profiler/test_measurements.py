@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from profiler import Measurements, RoutePackError
-from profiler.measurements import COLUMNS
+from profiler.measurements import ADDED_IN_2, COLUMNS
 
-META = {"fingerprint": {"kind": "cpu"}, "backward": "measured", "schema_version": 1}
+META = {"fingerprint": {"kind": "cpu"}, "backward": "measured", "schema_version": 2}
 ROWS = [
     {"case_id": "0" * 16, "op": "dense", "direction": "forward", "status": "ok", "time_us": 1.5, "spread_us": 0.25,
      "repeats_us": [1.25, 1.5, 1.75], "source": "measured", "kernel": "mm", "dtype": "float32", "tokens": 7,
@@ -40,6 +40,19 @@ def test_no_rows_survive_too(tmp_path):
     empty = Measurements.from_rows([], META)
     empty.save(tmp_path)
     same(empty, Measurements.load(tmp_path))
+
+
+def test_files_of_the_first_schema_are_still_read(measurements, tmp_path, monkeypatch):
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr("profiler.measurements.SCHEMA_VERSION", 1)
+    path = measurements.save(tmp_path)
+    monkeypatch.undo()
+    pq.write_table(pq.read_table(path).drop_columns(list(ADDED_IN_2)), path)
+    loaded = Measurements.load(path)
+    assert loaded.meta["schema_version"] == 1
+    for name in set(COLUMNS) - {"repeats_us"}:
+        np.testing.assert_array_equal(loaded.rows[name], measurements.rows[name])
 
 
 def test_absent_values_are_zero_empty_or_not_a_number(measurements):
@@ -80,8 +93,8 @@ def test_other_parquet_files_and_newer_schemas_are_refused(measurements, tmp_pat
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     with pytest.raises(RoutePackError, match="not of measurements"):
         Measurements.load(tmp_path / "other.parquet")
-    monkeypatch.setattr("profiler.measurements.SCHEMA_VERSION", 2)
+    monkeypatch.setattr("profiler.measurements.SCHEMA_VERSION", 3)
     path = measurements.save(tmp_path)
     monkeypatch.undo()
-    with pytest.raises(RoutePackError, match="schema_version 2"):
+    with pytest.raises(RoutePackError, match="schema_version 3"):
         Measurements.load(path)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -14,7 +15,11 @@ SHIPPED = {
     ),
     "gpt-oss-20b": (2880, 24, 24, 64, 8, 64, 64, 32, 4, 2880, 0, ((5120, 2880), (2880, 4096))),
     "Mixtral-8x7B": (4096, 32, 32, 32, 8, 128, 128, 8, 2, 14336, 0, ((6144, 4096), (4096, 4096))),
+    # Queries come with a gate: 2 x 16 x 256, and two key-value heads twice.
+    "Qwen3-Next-80B-A3B": (2048, 48, 48, 16, 2, 256, 256, 512, 10, 512, 512, ((9216, 2048), (2048, 4096))),
 }  # fmt: skip
+QWEN3_30B_HASH = "c227c829a0de432b07075352b96ced25714c981b561de961b5b248ce00711d6b"
+"""Bundles and tables are found by it."""
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 128,
@@ -43,6 +48,38 @@ def test_layer_kinds_of_shipped_models():
     assert deepseek.feed_forward(deepseek.dense_intermediate_size) == ((36864, 7168), (7168, 18432))
     assert set(qwen.windows) == {0}
     assert all(qwen.moe_layers)
+
+
+def test_hybrid_models_have_linear_layers_with_projections_of_their_own():
+    spec = load_model("Qwen3-Next-80B-A3B")
+    assert spec.linear_layers == (True, True, True, False) * 12
+    assert spec.attention_heads(linear=True) == (32, 16, 128, 128)
+    assert spec.attention_windows == (0,)
+    assert spec.attention_projections(linear=True) == ((12288, 2048), (64, 2048), (2048, 4096))
+    assert spec.attention_projections(2, linear=True) == ((6144, 2048), (32, 2048), (2048, 2048))
+    assert spec.expert_bytes() == 3 * 2048 * 512 * 16
+
+
+def test_layer_types_say_which_layers_are_linear():
+    facts = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+             "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+    spec = ModelSpec.from_config({**SMALL, **facts}, "hybrid")
+    assert spec.linear_layers == (True, False)
+    assert ModelSpec(**json.loads(json.dumps(asdict(spec)))) == spec
+    for change, message in (
+        ({"linear_num_value_heads": 3}, "multiple of linear_num_key_heads"), ({"linear_key_head_dim": 0}, ">= 1"),
+        ({"layer_types": ["linear_attention"] * 2}, "some true and some false"),
+        ({"linear_num_key_heads": None}, "linear_num_key_heads"),
+    ):  # fmt: skip
+        with pytest.raises(RoutePackError, match=message):
+            ModelSpec.from_config({**SMALL, **facts, **change}, "hybrid")
+
+
+def test_models_without_linear_layers_keep_the_hash_they_always_had():
+    assert load_model("Qwen3-30B-A3B").spec_hash == QWEN3_30B_HASH
+    hybrid = {"full_attention_interval": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+              "linear_key_head_dim": 8, "linear_value_head_dim": 16}  # fmt: skip
+    assert ModelSpec.from_config(SMALL, "a").spec_hash != ModelSpec.from_config({**SMALL, **hybrid}, "a").spec_hash
 
 
 def test_projections_are_cut_by_tensor_parallelism():

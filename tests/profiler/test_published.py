@@ -190,6 +190,74 @@ def test_broken_tables_are_clear_errors(folder, old, new, message):
         import_published(folder)
 
 
+DEEPEP = [
+    "framework,version,device,op_name,node_num,kernel_source,hidden_size,num_token,num_topk,num_experts,dispatch_sms,"
+    "dispatch_transmit_us,dispatch_notify_us,combine_sms,combine_transmit_us,combine_notify_us",
+    "sglang,0.5,H100,normal,1,deepep,7168,4096,8,256,20,500,0,20,900,0",
+    "sglang,0.5,H100,normal,2,deepep,7168,4096,8,256,20,800,60,20,1800,50",
+    "sglang,0.5,H100,normal,2,deepep,7168,4096,8,256,4,2800,60,4,4800,50",
+]
+
+
+@pytest.mark.parametrize("name", ["deepep_normal_perf", "wideep_deepep_normal_perf"])
+def test_deepep_is_read_instead_of_nccl_when_asked(folder, name):
+    (folder / "sglang/0.5").mkdir(parents=True)
+    (folder / f"sglang/0.5/{name}.txt").write_text("\n".join(DEEPEP) + "\n")
+    assert set(import_published(folder).select(op="alltoall").rows["kernel"]) == {"NCCL"}
+    exchanges = import_published(folder, exchange="deepep").select(op="alltoall")
+    assert len(exchanges) == 4
+    # 4096 tokens a rank x 8 choices x 7168 numbers: 8 bits on the way out, 16 on the way back; times in microseconds.
+    rows = 4096 * 8 * 7168
+    out = one(exchanges, kernel="deepep dispatch", ranks=16)
+    has(out, bytes=rows, inter_bytes=rows // 2, time_us=860.0, dtype="float8_e4m3fn")
+    back = one(exchanges, kernel="deepep combine", ranks=8)
+    has(back, bytes=2 * rows, inter_bytes=0, time_us=900.0, dtype="bfloat16")
+    with pytest.raises(RoutePackError, match="expected nccl or deepep"):
+        import_published(folder, exchange="mpi")
+
+
+def test_an_absent_deepep_table_is_a_clear_error(folder):
+    with pytest.raises(RoutePackError, match="holds no deepep_normal_perf table"):
+        import_published(folder, exchange="deepep")
+
+
+def test_layouts_of_2025_are_read(folder):
+    """Tables of the package's 0.2: no windows, no kernel names, MLA heads by tensor-parallel size."""
+    old = {
+        "trtllm/1.0/context_attention_perf.txt": [
+            "framework,version,device,op_name,batch_size,isl,num_heads,num_key_value_heads,head_dim,beam_width,attn_dtype,"
+            "kv_cache_dtype,step,latency",
+            f"{LEFT},context_attention,2,16,8,2,64,1,float16,float16,0,0.1",
+        ],
+        "trtllm/1.0/context_mla_perf.txt": [
+            "framework,version,device,op_name,mla_dtype,kv_cache_dtype,batch_size,isl,tp_size,step,latency",
+            f"{LEFT},mla_context,float16,float16,1,32,8,0,0.2",
+        ],
+        "nccl/2.9/nccl_perf.txt": [
+            "nccl_dtype,num_gpus,message_size,kernel_source,op_name,latency", "half,8,1024,NCCL,alltoall,0.02",
+        ],
+    }  # fmt: skip
+    for name, lines in old.items():
+        (folder / name).write_text("\n".join(lines) + "\n")
+    path = folder / "trtllm/1.0/moe_perf.txt"
+    path.write_text(path.read_text().replace("balanced", "uniform"))
+    measurements = import_published(folder)
+    has(one(measurements, op="attention", v_head_dim=64), window=0, kernel="", pairs=2 * 16 * 17 // 2)
+    has(one(measurements, op="attention", v_head_dim=128), num_heads=16)
+    has(one(measurements, op="alltoall"), bytes=2048, ranks=8)
+    has(one(measurements, op="experts", pattern="uniform"), rows=32, max_rows=16)
+
+
+@pytest.mark.parametrize("latency", ["0.00113", "1130.0"])
+def test_times_in_another_unit_are_refused(folder, latency):
+    path = folder / "trtllm/1.0/gemm_perf.txt"
+    path.write_text(f"{TABLES['trtllm/1.0/gemm_perf.txt'][0]}\n{LEFT},gemm,flow,float16,16384,8192,4096,1.13\n")
+    assert len(import_published(folder).select(op="dense")) == 1
+    path.write_text(path.read_text().replace(",1.13\n", f",{latency}\n"))
+    with pytest.raises(RoutePackError, match=r"gemm_perf.*another unit"):
+        import_published(folder)
+
+
 def test_a_truncated_parquet_is_a_clear_error(tmp_path):
     (tmp_path / "trtllm-1.0").mkdir()
     (tmp_path / "trtllm-1.0" / "moe_perf.parquet").write_bytes(b"PAR1 nothing")
@@ -217,6 +285,14 @@ def test_the_h200_flags_are_the_documented_ones():
     # The spike at 256-384 tokens of Qwen3-30B, EP16, power law.
     spike = experts.select(hidden_size=2048, inter_size=768, local_experts=8, router_tokens=256)
     assert (spike.rows["flag"] != "").any()
+
+
+@needs_shared
+def test_the_published_deepep_rows_import():
+    exchanges = import_published(SHARED / "h100_sxm", exchange="deepep").select(op="alltoall").rows
+    assert set(exchanges["ranks"]) == {8, 16, 32, 64}
+    assert len(exchanges["ranks"]) == 2 * 4 * 23
+    assert (exchanges["flag"] == "").mean() > 0.9
 
 
 @needs_shared

@@ -171,11 +171,12 @@ def test_a_damaged_journal_and_foreign_measurements_are_clear_errors(copy):
 
 def test_failed_cases_are_kept_and_retried_only_on_request(copy):
     lines = journal_lines(copy)
-    index = next(i for i, line in enumerate(lines) if "rows" in line)
-    for row in lines[index]["rows"]:
-        row.update(status="unsupported", message="no such kernel")
-        del row["time_us"]
-    failed = lines[index]["rows"][0]["case_id"]
+    failed = next(line for line in lines if "rows" in line)["rows"][0]["case_id"]
+    for line in lines:  # a case that was looked at again has several
+        if "rows" in line and line["rows"][0]["case_id"] == failed:
+            for row in line["rows"]:
+                row.update(status="unsupported", message="no such kernel")
+                row.pop("time_us", None)
     (copy / JOURNAL_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
     kept = profile(copy)
     assert kept.select(case_id=failed).rows["message"].tolist() == ["no such kernel"]
@@ -203,9 +204,11 @@ def test_an_interrupt_keeps_what_is_finished_and_frees_the_folder(tmp_path):
 def test_an_unsteady_device_warns(copy):
     with pytest.warns(UserWarning, match="not steady"):
         profile(copy, max_drift=1e-9)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    # What else this machine does meanwhile may be said; the drift may not.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         profile(copy)
+    assert not [warning for warning in caught if "left its median" in str(warning.message)]
 
 
 def test_a_limit_that_was_too_tight_can_be_raised_in_the_same_folder(tmp_path):

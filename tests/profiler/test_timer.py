@@ -100,3 +100,68 @@ def test_the_callers_thread_count_comes_back(backend):
     with backend.pinned():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
+
+
+def test_every_run_is_timed_and_counted_as_busy(backend, monkeypatch):
+    # Nothing runs beside the clock: what torch was asked to do is what the backend counted.
+    calls = 0
+
+    def work(case, backend):
+        weight = torch.ones(3, requires_grad=True)
+
+        def run():
+            nonlocal calls
+            calls += 1
+            return weight * 2
+
+        return run, (weight,)
+
+    monkeypatch.setitem(WORKS, "dense", work)
+    before = backend.runs
+    (row,) = time_case(CASE, backend, PARAMS, directions=("forward",))
+    assert row["direction"] == "forward"
+    assert calls == backend.runs - before >= 1 + len(row["repeats_us"])
+
+
+def test_busy_time_is_that_of_flushes_and_runs_alone(backend):
+    sleep = __import__("time").sleep
+    before = backend.busy_s
+    sleep(0.05)
+    assert backend.busy_s == before
+    elapsed, kept = backend.timed(lambda: sleep(0.05) or "result")
+    assert kept == "result"
+    assert elapsed >= 5e4
+    assert backend.busy_s - before == pytest.approx(elapsed / 1e6, rel=0.1)
+
+
+def test_a_long_case_is_named_by_its_first_warm_up_run(backend, monkeypatch):
+    # FC-31, R-12: the kernel path is in the row even where the case affords only its least repeats.
+    (row,) = time_case(CASE, backend, ProfileParams(repeats=1, min_repeats=1, max_case_seconds=1e-6), ("forward",))
+    assert "mm" in row["kernel"]
+    assert len(row["repeats_us"]) == 1
+
+
+def test_tensors_are_seeded_normal_numbers_that_differ(backend):
+    first, second = (backends.TorchBackend("cpu", PARAMS).tensor(64, 64) for _ in range(2))
+    assert torch.equal(first, second)
+    made = backend.tensor(2000, 2000, scale=0.5)
+    assert made.requires_grad
+    assert abs(float(made.detach().std()) - 0.5) < 0.01
+    # More numbers than the pool holds: rows never repeat, and two tensors are not the same.
+    assert not torch.equal(made[0], made[1])
+    assert not torch.equal(backend.tensor(8), backend.tensor(8))
+
+
+def test_pythons_collector_is_off_while_a_case_runs_and_back_after(backend, monkeypatch):
+    import gc
+
+    seen = []
+
+    def work(case, backend):
+        seen.append(gc.isenabled())
+        raise ValueError("no such shape")
+
+    monkeypatch.setitem(WORKS, "dense", work)
+    time_case(CASE, backend, PARAMS)
+    assert seen == [False]
+    assert gc.isenabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -130,3 +131,12 @@ def study_template(tmp_path_factory):
         made = write_job(tmp_path_factory.mktemp("template") / "job")
         tune(made.steps, made.costmodel, made.config, made.folder / "study", trials=3)
     return made
+
+
+@pytest.fixture(autouse=True)
+def environment_names_the_same_store():
+    """MLflow writes its process-wide URIs into the environment: a test that leaks them breaks others far away."""
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    before = [os.environ.get(name) for name in names]
+    yield
+    assert [os.environ.get(name) for name in names] == before

@@ -17,9 +17,13 @@ from profiler.files import write_bytes
 from routepack_tune.cli import app, main
 
 SURFACE = {
-    "profile": {"--config", "--out", "--published", "--device"},
+    "profile": {"--config", "--out", "--published", "--device", "--prior", "--steps", "--target-error", "--max-minutes",
+                "--report"},
     "fit": {"measurements", "--config", "--out", "--prior"},
-    "tune": {"steps", "--costmodel", "--config", "--out", "--trials", "--storage"},
+    "tune": {"steps", "--costmodel", "--config", "--out", "--trials", "--workers", "--storage", "--ray", "--new-study",
+             "--warm-start"},
+    "rollback": {"name", "--tracking-uri"},
+    "check": {"bundle", "steps", "--times", "--refit", "--out"},
     "deploy": {"study", "--out", "--register"},
     "plan": {"step", "--out", "--bundle", "--costmodel", "--config", "--previous", "--max-runtime", "--max-iterations",
              "--seed", "--allow-mismatch"},
@@ -168,7 +172,13 @@ def test_contradicting_flags(capsys, job):
     fails(capsys, job, *plan_arguments(job), "--max-runtime", "nan", words=["max runtime > 0"])
     fails(capsys, job, *plan_arguments(job), "--max-iterations", "0", words=["iterations >= 1"])
     fails(capsys, job, "profile", "--published", job.steps, "--device", "cpu", "--config", job.config, "--out",
-          job.folder / "m", words=["one of the two"])  # fmt: skip
+          job.folder / "m", words=["--device", "one of the two"])  # fmt: skip
+    fails(capsys, job, "profile", "--published", job.steps, "--max-minutes", "3", "--config", job.config, "--out",
+          job.folder / "m", words=["--max-minutes", "one of the two"])  # fmt: skip
+    profile = ("profile", "--config", job.config, "--out", job.folder / "m")
+    fails(capsys, job, *profile, "--target-error", "0", words=["target_error > 0"])
+    fails(capsys, job, *profile, "--steps", job.folder / "none", words=["Step batches not found"])
+    fails(capsys, job, *profile, "--prior", job.folder / "none", words=["none"])
 
 
 def test_version(capsys):
@@ -203,6 +213,12 @@ def test_bars_are_drawn_on_terminals_only(capsys, monkeypatch):
     work(ProgressBars())
     assert "fit" in terminal.getvalue()
     assert "2/2" in terminal.getvalue()
+    # Of the processes of one job the first alone draws.
+    other = Terminal()
+    monkeypatch.setattr("sys.stderr", other)
+    monkeypatch.setenv("RANK", "1")
+    work(ProgressBars())
+    assert other.getvalue() == ""
 
 
 def test_bad_usage_exits_with_two(capsys):

@@ -11,13 +11,21 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from strategies import make_tables
 
-from costmodels import StepTables
+from costmodels import StepTables, tables_key
 from profiler import RoutePackError
+from profiler.files import file_hash
 from routepack_tune import deploy, load_planner, tune
+from routepack_tune.bundle import typed_parts
 from routepack_tune.cli import main
+from routepack_tune.study import read_study
 from routepack_tune.tracking import own_uri, quiet_mlflow
+from routepack_tune.tune_report import render_tuning
+from routepack_tune.tuning import _tune_task, best_setting
+from search import TUNABLE, Range
 
 
 @pytest.fixture
@@ -42,14 +50,25 @@ def test_study_folder_is_complete_and_true(study_template):
     folder = study_template.folder / "study"
     document = json.loads((folder / "study.json").read_text())
     assert document["state"] == "finished"
-    assert document["summary"]["trials"] == {"complete": 3, "infeasible": 0, "failed": 0}
+    assert sum(document["summary"]["trials"].values()) == 3
+    assert document["schema_version"] == 2
+    assert document["environment"]["machine"]["cores"] >= 1
+    assert str(folder) not in (folder / "study.json").read_text()
     assert document["summary"]["names"]["holdout"] == ["step03"]
     assert document["config"]["planner"]["max_iterations"] == 2000
     assert [step["name"] for step in document["steps"]] == ["step00", "step01", "step02", "step03"]
     assert document["tracking"]["tracking_uri"] == ""
-    assert {"study.json", "study.db", "mlflow.db", "artifacts", "tables.npz", "costmodel.json", "recheck.npz"} <= {
-        path.name for path in folder.iterdir()
-    }
+    assert {
+        "study.json",
+        "study.db",
+        "mlflow.db",
+        "artifacts",
+        "tables.npz",
+        "costmodel.json",
+        "recheck.npz",
+        "trials.jsonl",
+        "tuning-report.html",
+    } <= {path.name for path in folder.iterdir()}
 
 
 def test_every_trial_is_a_nested_run_under_one_parent(study_template):
@@ -66,27 +85,34 @@ def test_every_trial_is_a_nested_run_under_one_parent(study_template):
     assert trials[best["number"]].info.run_id == document["tracking"]["trial_run_id"]
     for trial in document["summary"]["history"]:
         run = trials[trial["number"]]
-        assert run.data.metrics["objective"] == pytest.approx(trial["value"])
-        assert run.data.tags["routepack.state"] == "complete"
+        if trial["state"] == "complete":
+            assert run.data.metrics["objective"] == pytest.approx(trial["value"])
+        assert run.data.tags["routepack.state"] == trial["state"]
         assert run.data.params["max_iterations"] == str(trial["params"]["max_iterations"])
     client = quiet_mlflow().MlflowClient(tracking_uri=own_uri(folder))
-    assert [file.path for file in client.list_artifacts(parents[0].info.run_id, "plots")] == ["plots/history.png"]
+    plots = {file.path for file in client.list_artifacts(parents[0].info.run_id, "plots")}
+    assert {"plots/history.png", "plots/batches.png", "plots/holdout.png"} <= plots
     assert list((folder / "artifacts").rglob("history.png"))
 
 
 def test_trials_is_the_total_and_a_resumed_study_keeps_its_parent(study_template, small_ranges, study):
     again = tune(study_template.steps, study_template.costmodel, study_template.config, study, trials=3)
-    assert again["summary"]["trials"]["complete"] == 3
+    assert len(again["summary"]["history"]) == 3
     more = tune(study_template.steps, study_template.costmodel, study_template.config, study, trials=4)
-    assert more["summary"]["trials"]["complete"] == 4
+    assert len(more["summary"]["history"]) == 4
     assert more["summary"]["history"][:3] == again["summary"]["history"]
     trials, parents = nested_runs(study)
     assert sorted(trials) == [0, 1, 2, 3]
     assert len(parents) == 1
 
 
-@pytest.mark.parametrize("change", ["batches", "base", "tables"])
-def test_other_inputs_are_refused(study_template, small_ranges, study, job, change):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("batches", "removed step00"), ("base", "alternations 1 -> 2"), ("tables", "other times"), ("space", "0..7")],
+)
+def test_other_inputs_are_refused_with_the_difference(
+    study_template, small_ranges, study, job, monkeypatch, change, words
+):
     steps, costmodel, config = study_template.steps, study_template.costmodel, study_template.config
     if change == "batches":
         (job.steps / "step00.npz").unlink()
@@ -94,12 +120,14 @@ def test_other_inputs_are_refused(study_template, small_ranges, study, job, chan
     elif change == "base":
         config = job.config
         config.write_text(config.read_text().replace("alternations: 1", "alternations: 2"))
+    elif change == "space":
+        monkeypatch.setitem(TUNABLE, "extra_rows", Range(0, 7, integer=True))
     else:
         costmodel = job.costmodel
         tables = StepTables.load(costmodel / "tables.npz")
         replace(tables, row_fixed_ns=tables.row_fixed_ns + 1).save(costmodel / "tables.npz")
     before = (study / "study.json").read_bytes()
-    with pytest.raises(RoutePackError, match="Give another --out"):
+    with pytest.raises(RoutePackError, match=f"{words}.*--new-study"):
         tune(steps, costmodel, config, study, trials=4)
     assert (study / "study.json").read_bytes() == before
 
@@ -137,7 +165,7 @@ def test_killed_tune_goes_on_and_loses_no_trial(job):
     with pytest.raises(RoutePackError, match="no feasible, finished trial"):
         deploy(out, job.folder / "bundle")
     summary = tune(job.steps, job.costmodel, job.config, out, trials=done + 1)["summary"]
-    assert summary["trials"]["complete"] == done + 1
+    assert summary["trials"]["complete"] + summary["trials"]["pruned"] == done + 1
     trials, parents = nested_runs(out)
     assert {trial["number"] for trial in summary["history"]} <= set(trials)
     assert len(parents) == 1
@@ -148,11 +176,13 @@ def test_deploy_writes_a_bundle_with_its_ancestry(study, study_template, tmp_pat
     assert "load_planner" in capsys.readouterr().out
     document = json.loads((study / "study.json").read_text())
     planner = load_planner(tmp_path / "bundle")
-    best = document["summary"]["best"]
-    assert planner.params.max_iterations == best["params"]["max_iterations"]
+    summary = document["summary"]
+    exported = summary["best" if summary["export"] == "best" else "default"]
+    assert planner.params.max_iterations == exported["params"]["max_iterations"]
     ancestry = planner.provenance
     assert ancestry["study"] == document["study_name"]
-    assert ancestry["trial"] == best["number"]
+    assert ancestry["trial"] == exported["number"]
+    assert ancestry["export_reason"] == summary["export_reason"]
     assert ancestry["mlflow"]["run_id"] == document["tracking"]["run_id"]
     assert ancestry["data_hashes"] == {step["name"]: step["data_hash"] for step in document["steps"]}
     assert ancestry["cost_model"] == document["cost_model"]
@@ -188,43 +218,121 @@ def test_winner_that_fails_its_recheck_is_not_deployed(study, tmp_path, monkeypa
 
 def test_newer_or_edited_studies_are_refused(study, tmp_path):
     document = json.loads((study / "study.json").read_text())
-    for changed, words in (({**document, "schema_version": 2}, "schema_version 2"), ({"schema_version": 1}, "lacks")):
+    for changed, words in (({**document, "schema_version": 3}, "schema_version 3"), ({"schema_version": 1}, "lacks")):
         (study / "study.json").write_text(json.dumps(changed))
         with pytest.raises(RoutePackError, match=words):
             deploy(study, tmp_path / "bundle")
 
 
-def test_registered_bundle_resolves_by_alias_and_is_the_same(study_template, small_ranges, tmp_path, capsys):
-    job = study_template
-    study = tmp_path / "own"
-    tune(job.steps, job.costmodel, job.config, study, trials=1)
-    assert main(["deploy", str(study), "--out", str(tmp_path / "bundle"), "--register", "tiny"]) == 0
+def with_export(study, export, reason="because"):
+    """Let a study say what it exports, and give its best trial other settings than the defaults."""
+    document = json.loads((study / "study.json").read_text())
+    summary = document["summary"]
+    summary["best"]["params"]["max_iterations"] = 1234
+    summary |= {"export": export, "export_reason": reason}
+    (study / "study.json").write_text(json.dumps(document))
+    return document
+
+
+@pytest.mark.parametrize("export", ["best", "defaults"])
+def test_deploy_exports_what_the_study_says_and_why(study, tmp_path, capsys, export):
+    document = with_export(study, export, "interval -0.2 to 0.4%")
+    assert main(["deploy", str(study), "--out", str(tmp_path / "bundle")]) == 0
     captured = capsys.readouterr()
-    assert "models:/tiny@champion" in captured.out
-    assert captured.err == ""
-    mlflow = quiet_mlflow()
-    before = mlflow.get_tracking_uri(), mlflow.get_registry_uri()
-    mlflow.set_tracking_uri(own_uri(study))
-    mlflow.set_registry_uri(own_uri(study))
-    try:
-        version = mlflow.MlflowClient().get_model_version_by_alias("tiny", "champion")
-        assert int(version.version) == 1
-        assert version.run_id == json.loads((study / "study.json").read_text())["tracking"]["run_id"]
-        loaded = load_planner("models:/tiny@champion")
-        model = mlflow.pyfunc.load_model("models:/tiny@champion")
-        planned = model.predict([str(job.step)])
-        copy = tmp_path / "copy"
-        mlflow.artifacts.download_artifacts(artifact_uri="models:/tiny@champion", dst_path=str(copy))
-        with pytest.raises(RoutePackError, match="nobody"):
-            load_planner("models:/nobody@champion")
-    finally:
-        mlflow.set_tracking_uri(before[0])
-        mlflow.set_registry_uri(before[1])
-    expected = load_planner(tmp_path / "bundle")
-    assert loaded.plan(job.step).plan_hash == expected.plan(job.step).plan_hash == planned[0]["plan_hash"]
-    for name in ("planner.yaml", "tables.npz"):
-        assert (copy / "artifacts" / "bundle" / name).read_bytes() == (tmp_path / "bundle" / name).read_bytes()
-    assert not list(copy.rglob("*.pkl"))
+    assert "interval -0.2 to 0.4%" in captured.out + captured.err
+    planner = load_planner(tmp_path / "bundle")
+    assert planner.provenance["export"] == export
+    assert planner.provenance["export_reason"] == "interval -0.2 to 0.4%"
+    wanted = 1234 if export == "best" else document["config"]["planner"]["max_iterations"]
+    assert planner.params.max_iterations == wanted
+
+
+def as_version_1(study):
+    """Rewrite a study's document as the first schema had it."""
+    document = json.loads((study / "study.json").read_text())
+    document.pop("environment")
+    summary = document["summary"]
+    for key in ("pareto", "importances", "export", "export_reason", "overhead"):
+        summary.pop(key)
+    for key in ("gain_pct", "low_pct", "high_pct", "seeds", "rests_on"):
+        summary["holdout"].pop(key, None)
+    summary["trials"] = {"complete": 3, "infeasible": 0, "failed": 0}
+    summary["best"].pop("max_tokens")
+    for trial in summary["history"]:
+        trial.pop("state")
+        trial.pop("batches")
+    document |= {"schema_version": 1, "signature": {**document["signature"], "space": "0" * 64, "base": "1" * 64}}
+    (study / "study.json").write_text(json.dumps(document))
+    return document
+
+
+def test_study_of_the_first_schema_is_read_with_a_note(study, study_template, small_ranges, tmp_path, capsys):
+    old = as_version_1(study)
+    assert main(["deploy", str(study), "--out", str(tmp_path / "bundle")]) == 0
+    assert "Note: Study" in (err := capsys.readouterr().err)
+    assert "schema_version 1" in err
+    planner = load_planner(tmp_path / "bundle")
+    assert planner.params.max_iterations == old["summary"]["best"]["params"]["max_iterations"]
+    render_tuning(read_study(study))
+    with pytest.raises(RoutePackError, match="--new-study"):
+        tune(study_template.steps, study_template.costmodel, study_template.config, study, trials=4)
+
+
+def test_new_study_sets_the_earlier_one_aside(study, study_template, small_ranges):
+    before = json.loads((study / "study.json").read_text())
+    arguments = (study_template.steps, study_template.costmodel, study_template.config, study)
+    fresh = tune(*arguments, trials=1, new_study=True)
+    name = before["study_name"]
+    assert fresh["study_name"] == f"{name}-2"
+    assert len(fresh["summary"]["history"]) == 1
+    assert json.loads((study / "earlier" / name / "study.json").read_text()) == before
+    assert len((study / "earlier" / name / "trials.jsonl").read_text().splitlines()) == 3
+    again = tune(*arguments, trials=2)
+    assert again["study_name"] == fresh["study_name"]
+    assert len(again["summary"]["history"]) == 2
+    runs = quiet_mlflow().MlflowClient(tracking_uri=own_uri(study))
+    experiment = runs.get_experiment_by_name("routepack-tune").experiment_id
+    parents = runs.search_runs([experiment], "tags.`routepack.kind` = 'study'")
+    assert sorted(run.data.tags["routepack.study"] for run in parents) == [name, f"{name}-2"]
+
+
+def test_warm_start_tries_the_other_clusters_settings_second(study, job, small_ranges, tmp_path, monkeypatch):
+    best = with_export(study, "best")["summary"]["best"]["params"]
+    task, _ = _tune_task(job.steps, job.costmodel, job.settings(), 0)
+    wanted = {name: best[name] for name in task.space}
+    assert best_setting(study, task) == wanted
+    assert best_setting(deploy(study, tmp_path / "bundle"), task) == wanted
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(study))  # a store that is there: making one takes seconds
+    made = tune(job.steps, job.costmodel, job.config, tmp_path / "own", trials=2, warm_start=[study])
+    assert made["summary"]["history"][1]["params"] == wanted
+    with pytest.raises(RoutePackError, match="it is no study"):
+        tune(job.steps, job.costmodel, job.config, tmp_path / "other", warm_start=[tmp_path])
+    assert not (tmp_path / "other").exists()
+
+
+def test_warm_start_values_outside_the_ranges_become_their_ends(study, study_template):
+    document = json.loads((study / "study.json").read_text())
+    document["summary"]["best"]["params"] |= {"max_iterations": 10**9, "stickiness": 0.0}
+    (study / "study.json").write_text(json.dumps(document))
+    task, _ = _tune_task(study_template.steps, study_template.costmodel, study_template.settings(), 0)
+    setting = best_setting(study, task)
+    assert setting["max_iterations"] == task.space["max_iterations"].high
+    assert setting["stickiness"] == task.space["stickiness"].low
+    replace(task, enqueue=(setting,))
+
+
+def test_chosen_cap_and_its_tables_reach_the_bundle(study, tmp_path):
+    document = with_export(study, "best")
+    spec, topology, _ = typed_parts(
+        document["config"]["model"], document["config"]["topology"], document["summary"]["best"]["params"], "test"
+    )
+    tables = make_tables(np.random.default_rng(0), spec, topology, 300)
+    replace(tables, key=tables_key(spec, topology, 300)).save(study / "tables-300.npz")
+    document["files"]["tables-300.npz"] = file_hash(study / "tables-300.npz")
+    document["summary"]["best"]["max_tokens"] = 300
+    (study / "study.json").write_text(json.dumps(document))
+    deploy(study, tmp_path / "bundle")
+    assert load_planner(tmp_path / "bundle").max_tokens == 300
 
 
 def test_registry_failure_leaves_the_bundle_and_says_so(study, tmp_path, capsys):
@@ -236,3 +344,13 @@ def test_registry_failure_leaves_the_bundle_and_says_so(study, tmp_path, capsys)
     assert sum(line.startswith("Error: ") for line in err.splitlines()) == 1
     assert "is written, but" in err
     load_planner(tmp_path / "bundle")
+
+
+def test_password_of_the_store_is_asked_for_not_replaced_by_another_store(study, tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    document = json.loads((study / "study.json").read_text())
+    document["tracking"]["tracking_uri"] = "postgresql://me:***@db/mlflow"
+    (study / "study.json").write_text(json.dumps(document))
+    with pytest.raises(RoutePackError, match="Set MLFLOW_TRACKING_URI"):
+        deploy(study, tmp_path / "bundle", register="tiny")
+    assert not (tmp_path / "bundle").exists()

@@ -306,6 +306,12 @@ def test_receive_cap_is_hard():
     priced = evaluate(problem, capped.row_N, capped.slot_N, capped.placement_LE, capped.num_rows)
     assert priced.rank_rows_RBPL.max() <= cap
     assert capped.predicted == priced.step_time()
+    # What is kept free moves the search's own limit, never the job's.
+    slack = replace(SMALL, max_received_rows=cap, receive_slack=0.1)
+    walls = [build_problem(*case, params).expert_ns for params in (replace(slack, receive_slack=0.0), slack)]
+    assert (walls[1] >= walls[0]).all()
+    assert (walls[1] > walls[0]).any()
+    assert build_problem(*case, slack).max_received_rows == cap
     with pytest.raises(RoutePackError, match="above max_received_rows = 3"):
         plan_step(*case, replace(SMALL, max_received_rows=3))
 

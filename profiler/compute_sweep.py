@@ -1,0 +1,165 @@
+"""The sweep of one process over what a rank computes: time rounds of cases until predictions are good enough.
+
+Invariants: a finished case is on disk before the next begins; the cases of a round run in a seeded random order, so
+that drift of the device does not look like a size effect; one anchor case is timed again and again to show that drift.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from profiler.backends import TorchBackend
+from profiler.cases import DIRECTIONS, Case
+from profiler.design import Design
+from profiler.errors import RoutePackError
+from profiler.flags import doubtful_cases, faster
+from profiler.journal import Journal
+from profiler.observer import Observer
+from profiler.params import ProfileParams
+from profiler.rounds import Chooser, EvenChooser, Round
+from profiler.steadiness import anchor_of, time_anchor
+from profiler.timer import time_case
+
+WHAT, WHAT_AGAIN = "profile", "profile doubtful cases again"
+"""Names under which a sweep reports its progress; later rounds add their number."""
+MAX_MINUTES = "max_minutes"
+MAX_LOOKS = 3
+"""A case that stays slower than a larger one is timed this often in all; then it is marked, for it may be real."""
+
+
+def run_cases(
+    design: Design, chooser: Chooser | None, backend: TorchBackend, params: ProfileParams, journal: Journal,
+    observer: Observer,
+) -> None:  # fmt: skip
+    """Time rounds of cases until the chooser wants no more or the minutes are used up; without one, an even choice."""
+    chooser, sweep = chooser or EvenChooser(), _Sweep(design, backend, params, journal, observer)
+    asked = chooser.next_round(design.cases, sweep.timed, journal.rows.values(), params)
+    while True:
+        begun = time.monotonic()
+        count = sweep.time_round(asked)
+        sweep.look_again()
+        found = chooser.next_round(design.cases, sweep.timed, journal.rows.values(), params)
+        stopped_by = found.stopped_by or (MAX_MINUTES if sweep.clock.is_over() else "")
+        if count or not journal.rounds:
+            journal.add_round({
+                "cases": count, "errors_pct": {op: round(error, 3) for op, error in found.errors_pct.items()},
+                "minutes": (time.monotonic() - begun) / 60.0, "stopped_by": stopped_by,
+            })  # fmt: skip
+        if stopped_by:
+            return
+        asked = found
+
+
+def progress_message(errors_pct: Mapping[str, float], minutes_left: float, latest: str) -> str:
+    """Return what a progress line says: errors so far, minutes to the end of the round, the latest case."""
+    errors = ", ".join(f"{op} {error:.1f}%" for op, error in sorted(errors_pct.items()))
+    left = f"about {minutes_left:.0f} min left" if minutes_left >= 1 else "less than a minute left"
+    return "; ".join(part for part in (errors, left, latest) if part)
+
+
+class _Clock:
+    """Know how much of the minutes is used, those of earlier runs in the folder included."""
+
+    def __init__(self, params: ProfileParams, journal: Journal) -> None:
+        used = sum(one["minutes"] for one in journal.rounds)
+        self.end = time.monotonic() + 60.0 * (params.max_minutes - used) if params.max_minutes else float("inf")
+
+    def is_over(self) -> bool:
+        return self.minutes_left() <= 0
+
+    def minutes_left(self) -> float:
+        return (self.end - time.monotonic()) / 60.0
+
+
+class _Sweep:
+    """Time cases into a journal, tell an observer, and know what is timed."""
+
+    def __init__(
+        self, design: Design, backend: TorchBackend, params: ProfileParams, journal: Journal, observer: Observer
+    ) -> None:
+        self.design, self.backend, self.params, self.journal, self.observer = design, backend, params, journal, observer
+        self.clock = _Clock(params, journal)
+        self.timed = [case for case in design.cases if self._is_done(case)]
+        """Finished cases; those that failed before are not among them where they are to be tried again."""
+        self._anchor = anchor_of(design.cases)
+        self._since_anchor = 0
+        self._before = len(self.timed)
+        """Cases of earlier runs, until the first bar has counted them."""
+
+    def time_round(self, asked: Round) -> int:
+        """Time the cases of a round while there is time; return how many."""
+        number = len(self.journal.rounds) + 1
+        what = WHAT if number == 1 else f"{WHAT}, round {number}"
+        before, self._before, count, begun = self._before, 0, 0, time.monotonic()
+        self.observer.start(what, before + len(asked.cases))
+        try:
+            for _ in range(before):
+                self.observer.advance(what, "done before")
+            for case in asked.cases:
+                if self.clock.is_over():
+                    break
+                rows = self._time(case)
+                count += 1
+                pace = (time.monotonic() - begun) / 60.0 / count
+                left = min(self.clock.minutes_left(), pace * (len(asked.cases) - count))
+                self.observer.advance(what, progress_message(asked.errors_pct, left, _message(case, rows)))
+            if count:
+                self._time_anchor()
+        finally:
+            self.observer.finish(what)
+        return count
+
+    def look_again(self) -> None:
+        """Time doubtful cases again and keep each direction's faster result: what disturbs a run only adds time."""
+        journal = self.journal
+        for look in range(2, MAX_LOOKS + 1):
+            doubts = doubtful_cases(journal.rows.values())
+            looked = {row_id for row_id, row in journal.rows.items() if row.get("looks", 1) >= look}
+            again = [case for case in self.design.cases if self._row_ids(case) & (doubts - looked)]
+            if not again or self.clock.is_over():
+                continue
+            self.observer.start(WHAT_AGAIN, len(again))
+            for case in again:
+                rows = time_case(case, self.backend, self.params)
+                journal.add_case([faster(journal.rows[row["case_id"]], row) | {"looks": look} for row in rows])
+                self.observer.advance(WHAT_AGAIN, _message(case, rows))
+            self.observer.finish(WHAT_AGAIN)
+
+    def _time(self, case: Case) -> list[dict[str, Any]]:
+        if self._since_anchor % self.params.anchor_every == 0:
+            self._time_anchor()
+        rows = time_case(case, self.backend, self.params)
+        self.journal.add_case(rows)
+        self.timed.append(case)
+        self._since_anchor += 1
+        _stop_if_broken(case, rows)
+        return rows
+
+    def _time_anchor(self) -> None:
+        time_anchor(self._anchor, self.backend, self.params, self.journal)
+        self._since_anchor = 0
+
+    def _row_ids(self, case: Case) -> set[str]:
+        return {case.case_id(direction, self.backend.dtype_name) for direction in DIRECTIONS}
+
+    def _is_done(self, case: Case) -> bool:
+        known = [self.journal.rows.get(row_id) for row_id in self._row_ids(case)]
+        return all(row is not None and (row["status"] == "ok" or not self.params.retry_failed) for row in known)
+
+
+def _stop_if_broken(case: Case, rows: list[dict[str, Any]]) -> None:
+    # After such an error every later call fails too; the row is kept, so the next run goes on past this case.
+    message = next((row["message"] for row in rows if "CUDA error" in row.get("message", "")), "")
+    if message:
+        raise RoutePackError(
+            f"The CUDA device stopped working at {case.op} {dict(case.features)}: {message}. Run the same command "
+            "again: it continues after that case."
+        )
+
+
+def _message(case: Case, rows: list[dict[str, Any]]) -> str:
+    size = case.features.get("rows", case.features.get("tokens", 0))
+    times = " + ".join(f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"] for row in rows)
+    return f"{case.op} {size}: {times}"

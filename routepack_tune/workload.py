@@ -1,0 +1,121 @@
+"""What a stream of step batches looks like, in a few numbers that a bundle can carry, and how far two streams differ.
+
+Everything compared is the base-2 logarithm of a positive quantity, so that a distance is a ratio: tokens of a step,
+quantiles of the lengths, the hottest expert's load over the mean one, and the effective number of experts (2 to the
+entropy of the loads); the last two are means over layers. The distance between two streams is that of their means over
+batches. It is a shift where it exceeds both a floor (below which tuned settings do not care) and three times what the
+tuning batches' own spread lets one expect of as many recent batches. Which experts are hot is reported but no shift:
+every step's placement is planned anew.
+
+Shape suffixes: L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from profiler.errors import RoutePackError
+
+if TYPE_CHECKING:
+    from search import StepBatch
+
+WORKLOAD_SCHEMA_VERSION = 1
+QUANTILES = tuple(q / 10 for q in range(11))
+HOTTEST = 8
+SPREADS = 3.0
+FLOORS = {"tokens a step": 0.25, "lengths": 0.25, "hottest expert over mean": 0.20, "effective experts": 0.10}
+"""Relative differences that are never a shift."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Hold how far recent batches are from the tuning batches in one respect, in percent."""
+
+    name: str
+    change_pct: float
+    """Mean change with its sign."""
+    distance_pct: float
+    """Mean of the absolute change: above the change where, say, short samples shrink and long ones grow."""
+    limit_pct: float
+
+    @property
+    def shifted(self) -> bool:
+        """Tell whether the distance exceeds its limit."""
+        return self.distance_pct > self.limit_pct
+
+
+def workload_statistics(names: Sequence[str], batches: Iterable[StepBatch]) -> dict[str, Any]:
+    """Return the numbers of a stream of batches, ready for JSON.
+
+    Raises
+    ------
+    RoutePackError
+        If a batch carries no routes.
+    """
+    rows, loads_LE = [], np.zeros((1, 1), np.int64)
+    for name, batch in zip(names, batches, strict=True):
+        loads = batch.expert_counts.sum(axis=0, dtype=np.int64)
+        if not loads.any():
+            raise RoutePackError(f"{name}: no sample carries routes. Enable routing replay in the rollout.")
+        hottest, effective = _skew(loads)
+        rows.append({
+            "name": name, "samples": batch.num_samples, "tokens": int(batch.lengths.sum()),
+            "length_quantiles": [round(float(q), 1) for q in np.quantile(batch.lengths, QUANTILES)],
+            "hottest_over_mean": round(float(np.exp2(np.log2(hottest).mean())), 4),
+            "effective_experts": round(float(np.exp2(np.log2(effective).mean())), 4),
+        })  # fmt: skip
+        loads_LE = loads_LE + loads
+    hottest, effective = _skew(loads_LE)
+    order_LE = np.argsort(-loads_LE, axis=1, kind="stable")[:, :HOTTEST]
+    return {
+        "schema_version": WORKLOAD_SCHEMA_VERSION,
+        "batches": rows,
+        "layers": {
+            "hottest_over_mean": np.round(hottest, 4).tolist(),
+            "effective_experts": np.round(effective, 4).tolist(),
+            "hottest_experts": [" ".join(map(str, layer)) for layer in order_LE.tolist()],
+        },
+    }
+
+
+def compare_workloads(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> tuple[Shift, ...]:
+    """Return the distance of recent batches from tuning batches in every respect (see the module's text)."""
+    return tuple(_shift(name, read(tuned["batches"]), read(recent["batches"])) for name, read in _READERS.items())
+
+
+def hottest_overlap(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> float:
+    """Return the share of the hottest experts of every layer that are the same ones, mean over layers."""
+    pairs = zip(tuned["layers"]["hottest_experts"], recent["layers"]["hottest_experts"], strict=True)
+    return float(np.mean([len(set(a.split()) & set(b.split())) / max(1, len(a.split())) for a, b in pairs]))
+
+
+def _skew(loads_LE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the hottest expert over the mean and the effective number of experts, both [L]."""
+    share_LE = loads_LE / loads_LE.sum(axis=1, keepdims=True)
+    entropy_L = -(share_LE * np.log2(np.where(share_LE > 0, share_LE, 1.0))).sum(axis=1)
+    return share_LE.max(axis=1) * share_LE.shape[1], np.exp2(entropy_L)
+
+
+def _log2(*keys: str) -> Any:
+    return lambda rows: np.log2([np.atleast_1d(row[key]) for row in rows for key in keys])
+
+
+_READERS = dict(
+    zip(FLOORS, map(_log2, ("tokens", "length_quantiles", "hottest_over_mean", "effective_experts")), strict=True)
+)
+
+
+def _shift(name: str, tuned: np.ndarray, recent: np.ndarray) -> Shift:
+    """Compare the means of two sets of rows; both [batches, numbers], base-2 logarithms."""
+    change = recent.mean(axis=0) - tuned.mean(axis=0)
+    limit, count = float(np.log2(1 + FLOORS[name])), len(tuned)
+    if count > 1:
+        # A batch is sqrt(1 + 1 / (k - 1)) spreads from the mean of the k - 1 others.
+        left_out = np.abs(tuned - (tuned.sum(axis=0) - tuned) / (count - 1)).mean(axis=1)
+        spread = float(np.sqrt(np.mean(left_out**2) / (1 + 1 / (count - 1))))
+        limit = max(limit, SPREADS * spread * float(np.sqrt(1 / len(recent) + 1 / count)))
+    return Shift(name, *(100.0 * (2.0**x - 1.0) for x in (float(change.mean()), float(np.abs(change).mean()), limit)))

@@ -1,0 +1,200 @@
+"""What a study tunes on and towards: its settings, its step batches, the space it may search, who listens to it.
+
+A setting is a dictionary from knob to value: the names of ``TUNABLE``, and ``max_tokens`` (the microbatch cap) where
+the user allows several caps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from costmodels import StepTables
+from profiler import ModelSpec, RoutePackError, Topology
+from profiler.files import content_hash
+from search.params import PlannerParams, Range, tunable_ranges
+from search.problem import StepBatch
+
+SAMPLERS = ("tpe", "gp", "cmaes")
+CAP = "max_tokens"
+"""Name of the microbatch cap among the knobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuneParams:
+    """Hold the settings of a study."""
+
+    holdout_share: float = 0.25
+    """Share of the step batches, the latest ones, on which only the winner is tried; at least one where there are
+    two."""
+    holdout_seeds: int = 3
+    """Seeds, none used in a trial, with which winner and defaults plan every held-out batch."""
+    hidden_planning_s: float = 0.0
+    """Planning time hidden behind the rollout's tail; only what exceeds it is charged."""
+    two_objectives: bool = False
+    """Search step time and planning time as two objectives instead of their sum; no trial is stopped early then."""
+    sampler: str = "tpe"
+    """Who proposes settings: tpe, gp (Gaussian process; needs torch) or cmaes."""
+    caps: tuple[int, ...] = ()
+    """Microbatch caps, tokens, that may be tried besides the configured one."""
+    tracking_uri: str = ""
+    """MLflow tracking URI; empty: an SQLite file in the study's folder."""
+    experiment: str = "routepack-tune"
+    """MLflow experiment the study's runs belong to."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.holdout_share < 1:
+            raise ValueError(f"Expected holdout_share in [0, 1), got {self.holdout_share}.")
+        if not self.holdout_seeds >= 1:
+            raise ValueError(f"Expected holdout_seeds >= 1, got {self.holdout_seeds}.")
+        if not 0 <= self.hidden_planning_s < math.inf:
+            raise ValueError(f"Expected hidden_planning_s >= 0 and finite, got {self.hidden_planning_s}.")
+        if self.sampler not in SAMPLERS:
+            raise ValueError(f"Expected sampler to be one of {', '.join(SAMPLERS)}, got {self.sampler!r}.")
+        if self.two_objectives and self.sampler == "cmaes":
+            raise ValueError("Expected sampler tpe or gp with two_objectives, got 'cmaes', which knows one objective.")
+        if not all(cap >= 1 for cap in self.caps):
+            raise ValueError(f"Expected caps >= 1 token, got {self.caps}.")
+        if not self.experiment:
+            raise ValueError("Expected a name for experiment, got an empty one.")
+
+
+class TrialObserver:
+    """Receive what happens in a study; every method does nothing, override what you need."""
+
+    def study_started(self, info: dict[str, Any]) -> None:
+        """Begin (or resume) a study described by ``info``."""
+
+    def trial_finished(
+        self, number: int, params: dict[str, Any], metrics: dict[str, float], state: str, reason: str
+    ) -> None:
+        """Record one trial: ``state`` is ``complete``, ``pruned`` or ``infeasible``, the last two with a ``reason``."""
+
+    def study_finished(self, summary: dict[str, Any]) -> None:
+        """End the study."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuneTask:
+    """Hold what a study tunes on: named batches of one job, oldest first."""
+
+    names: tuple[str, ...]
+    batches: tuple[StepBatch, ...]
+    tables: StepTables
+    spec: ModelSpec
+    topology: Topology
+    max_tokens: int
+    base: PlannerParams
+    params: TuneParams
+    seed: int = 0
+    tables_by_cap: Mapping[int, StepTables] = field(default_factory=dict)
+    """Frozen times for every further cap of ``params.caps``."""
+    enqueue: tuple[Mapping[str, Any], ...] = ()
+    """Settings to try right after the defaults, such as the best of other clusters; other keys stay as in ``base``."""
+
+    def __post_init__(self) -> None:
+        if missing := [cap for cap in self.caps if cap != self.max_tokens and cap not in self.tables_by_cap]:
+            raise RoutePackError(
+                f"Caps {', '.join(map(str, missing))} have no frozen times. Freeze the cost model for each cap, or "
+                "take them out of caps."
+            )
+        for setting in self.enqueue:
+            self._check_setting(setting)
+
+    def _check_setting(self, setting: Mapping[str, Any]) -> None:
+        for name, value in setting.items():
+            if name == CAP and value in self.caps:
+                continue
+            if name == CAP:
+                raise RoutePackError(
+                    f"Enqueued setting {CAP} = {value} is none of the allowed caps {', '.join(map(str, self.caps))}. "
+                    "Add it to caps, or leave it out."
+                )
+            if (knob := self.space.get(name)) is None:
+                raise RoutePackError(
+                    f"Enqueued setting {name!r} is no tunable knob of this study. Known: {', '.join(self.space)}."
+                )
+            if not knob.holds(value):
+                raise RoutePackError(
+                    f"Enqueued setting {name} = {value} is outside its range {knob.low} to {knob.high}. Change it, or "
+                    "leave it out."
+                )
+
+    @property
+    def num_holdout(self) -> int:
+        """Batches held out: the share rounded, at least one where there are two."""
+        count = len(self.batches)
+        if count < 2 or self.params.holdout_share == 0:
+            return 0
+        return min(count - 1, max(1, round(count * self.params.holdout_share)))
+
+    @property
+    def tuned(self) -> range:
+        """Indices of the batches that trials plan: all but the latest ones."""
+        return range(len(self.batches) - self.num_holdout)
+
+    @property
+    def held_out(self) -> range:
+        """Indices of the batches kept for the final comparison."""
+        return range(len(self.batches) - self.num_holdout, len(self.batches))
+
+    @property
+    def space(self) -> dict[str, Range]:
+        """Ranges of the planner's knobs in this study."""
+        return tunable_ranges(self.base)
+
+    @property
+    def caps(self) -> tuple[int, ...]:
+        """All caps a trial may take, ascending."""
+        return tuple(sorted({self.max_tokens, *self.params.caps}))
+
+    @property
+    def directions(self) -> list[Literal["minimize"]]:
+        """Optuna's directions: one objective, or step time and planning time."""
+        return ["minimize"] * (2 if self.params.two_objectives else 1)
+
+    @property
+    def given_settings(self) -> list[dict[str, Any]]:
+        """Settings to try before any search: the defaults, then the enqueued ones, completed by the defaults."""
+        defaults = {name: getattr(self.base, name) for name in self.space}
+        if len(self.caps) > 1:
+            defaults[CAP] = self.max_tokens
+        return [defaults, *({**defaults, **setting} for setting in self.enqueue)]
+
+    def planner_of(self, setting: Mapping[str, Any]) -> tuple[PlannerParams, int]:
+        """Return the planner's parameters and the cap of a setting.
+
+        Raises
+        ------
+        RoutePackError
+            If its values do not go together: the setting is infeasible.
+        """
+        knobs = {name: value for name, value in setting.items() if name != CAP}
+        try:
+            return replace(self.base, **knobs), int(setting.get(CAP, self.max_tokens))
+        except ValueError as error:
+            raise RoutePackError(str(error)) from None
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What must not change when a study is resumed."""
+        space: dict[str, Any] = {name: asdict(knob) for name, knob in self.space.items()}
+        caps = {str(cap): self.tables_of(cap).tables_hash for cap in self.caps}
+        return {
+            "batches": dict(zip(self.names, (b.data_hash for b in self.batches), strict=True)),
+            "tables": self.tables.tables_hash,
+            "space": content_hash({"knobs": space, "caps": caps}),
+            "base": content_hash(asdict(self.base)),
+            "objective": {
+                "directions": self.directions,
+                "holdout": self.num_holdout,
+                "hidden_planning_s": self.params.hidden_planning_s,
+            },
+            "seed": self.seed,
+        }
+
+    def tables_of(self, cap: int) -> StepTables:
+        """Return the frozen times of a cap."""
+        return self.tables if cap == self.max_tokens else self.tables_by_cap[cap]

@@ -1,0 +1,242 @@
+"""Cases D of the field: a device that is not steady is found, named and flagged (FC-27)."""
+
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from profiler import ProfileParams
+from profiler.cases import Case
+from profiler.cpu_use import CpuUse, cpu_use, foreign_share
+from profiler.journal import Journal
+from profiler.readings import parse_readings, slowdowns
+from profiler.steadiness import (
+    Watch,
+    clock_fall,
+    drift,
+    ends_apart,
+    order_effect,
+    steadiness,
+    time_anchor,
+    warn_of_problems,
+)
+from profiler.timer import time_case
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+backends = pytest.importorskip("profiler.backends")
+
+PARAMS = ProfileParams(dtype="float32", threads=1, repeats=3, min_repeats=2, max_case_seconds=0.2)
+ANCHOR = Case("dense", "", {"tokens": 128, "n": 256, "k": 256})
+SESSION = {"kind": "cpu", "wall_s": 10.0, "busy_s": 9.0, "own_cpu_s": 9.5, "foreign_cpu_share": 0.0, "throttled": 0,
+           "load_before": 0.1, "before": {}, "after": {}, "threads": 1}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return backends.TorchBackend("cpu", PARAMS)
+
+
+def anchors(times, **readings):
+    said = [{name: values[i] for name, values in readings.items()} for i in range(len(times))]
+    return [{"case_id": "a", "time_us": t, "after_rows": i, "readings": said[i]} for i, t in enumerate(times)]
+
+
+def verdict(folder, times, session=None, repeats=(), **readings):
+    """Return the verdict over a journal that holds these anchor times and one session."""
+    with Journal(folder) as journal:
+        for reading in anchors(times, **readings):
+            journal.add_anchor(reading)
+        journal.add_session({**SESSION, **(session or {})})
+        for i, samples in enumerate(repeats):
+            journal.add_case([{"case_id": str(i), "repeats_us": list(samples)}])
+    with Journal(folder) as journal:  # As a later process reads it.
+        return steadiness(journal, PARAMS)
+
+
+def test_a_quiet_sweep_is_steady(tmp_path):
+    found = verdict(tmp_path, [100.0, 101.0, 99.0, 100.5, 100.2], clock_mhz=[1980, 1975, 1980, 1980, 1965])
+    assert found["steady"]
+    assert found["problems"] == []
+    assert found["busy_share"] == pytest.approx(0.9)
+    assert found["clock_fall"] == pytest.approx(1 - 1965 / 1980)
+
+
+@pytest.mark.parametrize(
+    ("times", "changes", "words"),
+    [
+        # FC-27: clocks throttle through the sweep; one case 15% slower at its end.
+        (np.linspace(100, 115, 20), {}, "14% slower at the end"),
+        # Measured right after idling: the first readings show the ramp.
+        ([180.0, 100.0, 100.0, 100.0, 100.0], {}, "left its median by 80%"),
+        ([100.0] * 5, {"clock_mhz": [1980, 1900, 1850, 1800, 1740]}, "clocks fell by 12%"),
+        ([100.0] * 5, {"slowed_by": [0x4, 0x4, 0x4, 0, 0]}, "clocks were held down by the power cap at 3 of 5 looks"),
+        ([100.0] * 5, {"slowed_by": [0x40, 0, 0, 0, 0]}, "its temperature (hardware) at 1 of 5 looks"),
+        ([100.0] * 5, {"session": {"foreign_cpu_share": 0.23}}, "other processes used 23% of the CPU"),
+        ([100.0] * 5, {"session": {"throttled": 7}}, "CPU limit stopped this process 7 times"),
+        (
+            [100.0] * 5,
+            {"repeats": [(1000, 1000, 1000, 1100, 1200, 1200, 1200)] * 3},
+            "last repeats of a case were 20% slower",
+        ),
+    ],
+)
+def test_every_way_to_be_unsteady_is_one_plain_sentence(tmp_path, times, changes, words):
+    found = verdict(tmp_path, times, **changes)
+    assert not found["steady"]
+    assert any(words in problem for problem in found["problems"]), found["problems"]
+    with pytest.warns(UserWarning, match="not steady"):
+        warn_of_problems(found)
+
+
+def test_what_nobody_tells_is_no_problem(tmp_path):
+    found = verdict(tmp_path, [100.0, 100.0], {"foreign_cpu_share": None, "load_before": None})
+    assert found["steady"]
+    assert found["foreign_cpu_share"] is None
+    assert (found["clock_fall"], found["ends"], found["order_effect"]) == (None, None, None)
+    with Journal(tmp_path / "empty") as journal:
+        assert steadiness(journal, PARAMS)["steady"]
+
+
+def test_the_gpus_host_may_be_busy_where_a_cpu_may_not(tmp_path):
+    assert not verdict(tmp_path / "cpu", [100.0] * 3, {"foreign_cpu_share": 0.3})["steady"]
+    assert verdict(tmp_path / "cuda", [100.0] * 3, {"foreign_cpu_share": 0.3, "kind": "cuda"})["steady"]
+
+
+def test_sessions_weigh_by_their_length(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.add_session(SESSION | {"wall_s": 30.0, "busy_s": 30.0, "foreign_cpu_share": 0.1})
+        journal.add_session(SESSION | {"wall_s": 10.0, "busy_s": 6.0, "foreign_cpu_share": 0.5})
+        found = steadiness(journal, PARAMS)
+    assert found["busy_share"] == pytest.approx(0.9)
+    assert found["foreign_cpu_share"] == pytest.approx(0.2)
+
+
+def test_a_slow_device_is_found_in_any_order_but_only_shuffling_keeps_it_out_of_the_sizes(backend):
+    # FC-27 as far as a CPU allows: a device that slows by a known law while it works, 40 sizes timed in rising order
+    # and shuffled. The anchor sees the slowdown in both; in rising order it also looks like a steeper curve.
+    sizes = np.geomspace(64, 4096, 40)
+    slowdown = np.linspace(1.0, 1.3, 40)
+    shuffled = np.random.default_rng(0).permutation(40)
+
+    def slope(order):
+        times = np.empty(40)
+        times[order] = sizes[order] * slowdown
+        return np.polyfit(np.log(sizes), np.log(times), 1)[0]
+
+    assert slope(np.arange(40)) > 1.05
+    assert abs(slope(shuffled) - 1) < 0.03
+    readings = anchors(100 * slowdown[::4])
+    assert ends_apart(readings) == pytest.approx(0.27, abs=0.02)
+    assert drift(readings)["drift"] > 0.1
+
+
+def test_a_slowdown_in_the_middle_of_a_real_sweep_is_flagged(backend, tmp_path, monkeypatch):
+    # FC-27: the same case on the real clock; for the middle third every run takes ten times as long.
+    timed = backend.timed
+
+    def slowed(run):
+        return timed(lambda: [run() for _ in range(10)][-1])
+
+    with backend.pinned(), Journal(tmp_path) as journal, Watch(backend, journal):
+        for i in range(9):
+            monkeypatch.setattr(backend, "timed", slowed if 3 <= i < 6 else timed)
+            time_anchor(ANCHOR, backend, PARAMS, journal)
+        monkeypatch.setattr(backend, "timed", timed)
+    with Journal(tmp_path) as journal:
+        assert len(journal.anchors) == 9
+        found = steadiness(journal, PARAMS)
+    assert found["drift"] > PARAMS.max_drift
+    assert any("left its median" in problem for problem in found["problems"])
+
+
+def test_a_watch_notes_the_session_even_when_it_is_interrupted(backend, tmp_path):
+    def interrupted():
+        with Journal(tmp_path) as journal, Watch(backend, journal):
+            time_anchor(ANCHOR, backend, PARAMS, journal)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with Journal(tmp_path) as journal:
+        (session,) = journal.sessions
+    assert 0 < session["busy_s"] <= session["wall_s"]
+    assert session["own_cpu_s"] > 0
+
+
+def test_a_watch_over_nothing_writes_nothing(backend, tmp_path):
+    with Journal(tmp_path) as journal, Watch(backend, journal):
+        pass
+    assert journal.sessions == []
+    assert not journal.path.exists()
+
+
+def test_a_real_process_that_burns_the_cpu_is_seen():
+    # A hog on every core: the machine must show far more foreign work than it does without.
+    def share(seconds):
+        before, began = cpu_use(), time.perf_counter()
+        time.sleep(seconds)
+        return foreign_share(before, cpu_use(), time.perf_counter() - began)
+
+    if share(0.3) is None:
+        pytest.skip("this kernel tells nothing of CPU use")
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cpu_use().cores)]
+    try:
+        time.sleep(0.3)
+        assert share(1.5) > 0.5
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+
+
+def test_own_work_is_not_foreign():
+    before, began = CpuUse(2, 100.0, 1.0, 50.0, 0), 4.0
+    assert foreign_share(before, CpuUse(2, 104.0, 1.0, 54.0, 0), began) == 0
+    assert foreign_share(before, CpuUse(2, 106.0, 1.0, 54.0, 0), began) == pytest.approx(0.25)
+    # What a hypervisor took counts; counters of different resolution never give a negative share.
+    assert foreign_share(before, CpuUse(2, 104.0, 3.0, 54.0, 0), began) == pytest.approx(0.25)
+    assert foreign_share(before, CpuUse(2, 103.9, 1.0, 54.0, 0), began) == 0
+
+
+def test_a_machine_without_counters_is_unknown(tmp_path):
+    found = cpu_use(tmp_path)
+    assert found.machine_s is None
+    assert foreign_share(found, found, 1.0) is None
+
+
+def test_only_the_usable_cores_of_a_host_count(tmp_path, monkeypatch):
+    # A container sees every core of its host; what happens on the others disturbs nobody here.
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1}, raising=False)
+    (tmp_path / "stat").write_text("cpu 9 9 9 9\ncpu0 9000 0 0 5 0 0 0 0 0 0\ncpu1 100 20 30 5 7 1 2 40 0 0\n")
+    found = cpu_use(tmp_path)
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert (found.cores, found.machine_s, found.stolen_s) == (1, 153 / ticks, 40 / ticks)
+
+
+def test_orders_and_clocks_need_enough_samples():
+    assert order_effect([(1e3, 2e3), (1.0, 1.0, 1.0, 9.0, 9.0, 9.0)]) is None
+    rising, wild = (1e3, 1e3, 1e3, 1e3, 1.1e3, 1.1e3), (1e3, 1e3, 1e3, 1e3, 9e3, 9e3)
+    assert order_effect([rising] * 3 + [wild]) == pytest.approx(0.1)
+    assert clock_fall([{"readings": "1980 MHz, 40, 300 W"}, {"readings": {}}]) is None
+
+
+def test_nvidia_smis_line_becomes_numbers():
+    found = parse_readings("1980, 3201, 41, 310.52, 700.00, 0x0000000000000004")
+    assert found == {"clock_mhz": 1980, "memory_clock_mhz": 3201, "temperature_c": 41, "power_w": 310.52,
+                     "power_limit_w": 700, "slowed_by": 4}  # fmt: skip
+    assert parse_readings("1980, [N/A], 41, [Not Supported], , ") == {"clock_mhz": 1980, "temperature_c": 41}
+    assert parse_readings("") == {}
+    assert slowdowns(found["slowed_by"]) == ["the power cap"]
+    assert slowdowns(0x1) == []  # idle
+
+
+def test_most_of_a_sweeps_time_is_inside_timed_work(backend, tmp_path):
+    # A share of 85% is measured by experiments/04_profiler/repeatability.py; half is what any loaded machine keeps.
+    with backend.pinned(), Journal(tmp_path) as journal, Watch(backend, journal):
+        for tokens in (256, 512, 1024):
+            journal.add_case(time_case(Case("dense", "", {"tokens": tokens, "n": 512, "k": 512}), backend, PARAMS))
+    (session,) = journal.sessions
+    assert 0.5 < session["busy_s"] / session["wall_s"] <= 1
