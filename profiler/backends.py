@@ -30,6 +30,8 @@ COVER = 1.5
 """A flush lasts at least this many times as long as the host needs to launch the run behind it."""
 POOL_ELEMENTS = (1 << 21) + 7
 """Normal numbers that are drawn once; every tensor is filled from them, shifted. Odd, so that rows do not repeat."""
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+"""Parameters of glibc's mallopt."""
 HEAVY_OPS = ("mm", "attention", "flash")
 """An operation whose name holds one of these does the work; the rest moves or views."""
 LISTED_KERNELS = 3
@@ -69,6 +71,8 @@ class TorchBackend:
         """Hold the thread count for the time of a sweep, and give back the caller's."""
         import torch
 
+        if self.kind == "cpu":
+            _keep_freed_memory()
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
@@ -219,6 +223,20 @@ class TorchBackend:
                 events.sort(key=lambda event: -event.self_device_time_total)
                 names = [f"{event.key[:80]} x{event.count}" for event in events[:LISTED_KERNELS]]
         return " + ".join(names), elapsed, kept
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what is freed, as long jobs come to: new pages are zeroed inside the run that touches them first.
+
+    When it gives memory back depends on what a process allocated before, so two sweeps of one machine would differ.
+    """
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such switch
+        tune = ctypes.CDLL(None).mallopt
+        tune(M_MMAP_MAX, 0)
+        tune(M_TRIM_THRESHOLD, 2**31 - 1)
+        tune(M_TOP_PAD, FLUSH_BYTES["cpu"])
 
 
 def _native_dtype(kind: str) -> str:

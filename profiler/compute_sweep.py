@@ -22,11 +22,13 @@ from profiler.rounds import Chooser, EvenChooser, Round
 from profiler.steadiness import anchor_of, time_anchor
 from profiler.timer import time_case
 
-WHAT, WHAT_AGAIN = "profile", "profile doubtful cases again"
+WHAT, WHAT_AGAIN = "profile", "profile short and doubtful cases again"
 """Names under which a sweep reports its progress; later rounds add their number."""
 MAX_MINUTES = "max_minutes"
 MAX_LOOKS = 3
 """A case that stays slower than a larger one is timed this often in all; then it is marked, for it may be real."""
+SHORT_US = 5000.0
+"""All repeats of a shorter case fall into one moment of the device: it gets a second one, later."""
 
 
 def run_cases(
@@ -112,10 +114,10 @@ class _Sweep:
         return count
 
     def look_again(self) -> None:
-        """Time doubtful cases again and keep each direction's faster result: what disturbs a run only adds time."""
+        """Time short and doubtful cases again and keep each direction's faster result: disturbances only add time."""
         journal = self.journal
         for look in range(2, MAX_LOOKS + 1):
-            doubts = doubtful_cases(journal.rows.values())
+            doubts = doubtful_cases(journal.rows.values()) | (self._short() if look == 2 else set())
             looked = {row_id for row_id, row in journal.rows.items() if row.get("looks", 1) >= look}
             again = [case for case in self.design.cases if self._row_ids(case) & (doubts - looked)]
             if not again or self.clock.is_over():
@@ -126,6 +128,9 @@ class _Sweep:
                 journal.add_case([faster(journal.rows[row["case_id"]], row) | {"looks": look} for row in rows])
                 self.observer.advance(WHAT_AGAIN, _message(case, rows))
             self.observer.finish(WHAT_AGAIN)
+
+    def _short(self) -> set[str]:
+        return {row_id for row_id, row in self.journal.rows.items() if row.get("time_us", SHORT_US) < SHORT_US}
 
     def _time(self, case: Case) -> list[dict[str, Any]]:
         if self._since_anchor % self.params.anchor_every == 0:

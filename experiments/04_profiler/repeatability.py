@@ -2,14 +2,16 @@
 
     python experiments/04_profiler/repeatability.py [--times N]
 
-Prints and writes ``repeatability.csv``: per operation and direction the rows, and over them the median and the 90th
-percentile of max(r, 1/r), r the ratio of the two times; then busy share and verdict of each sweep.
+Prints and writes ``repeatability.csv``: per operation and direction the rows, and over them the median ratio r of the
+two times, median and 90th percentile of max(r, 1/r); then busy share and verdict of each sweep.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -29,25 +31,34 @@ TOPOLOGY = Topology(data_parallel_size=4, expert_model_parallel_size=4)
 CAP = 4096
 
 
-def sweep(params: ProfileParams) -> tuple[Measurements, float]:
-    """Profile in a fresh folder; return the measurements and the wall time."""
+def profile_into(folder: Path | str, max_points: int) -> float:
+    """Profile into a folder; return the wall time."""
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The verdict is printed below.
-        found = profile_device(ModelSpec.from_config(CONFIG, "small"), TOPOLOGY, CAP, params, folder, "cpu")
-    return found, time.perf_counter() - began
+        params = ProfileParams(max_points=max_points)
+        profile_device(ModelSpec.from_config(CONFIG, "small"), TOPOLOGY, CAP, params, folder, "cpu")
+    return time.perf_counter() - began
 
 
-def apart(first: Measurements, second: Measurements) -> dict[str, np.ndarray]:
-    """Return max(r, 1/r) of every row that both sweeps timed, by operation and direction, and of ``all``."""
+def sweep(max_points: int) -> tuple[Measurements, float]:
+    """Profile in a fresh folder and a process of its own, as two commands would; return measurements and wall time."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--into", folder, "--max-points", str(max_points)]
+        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        return Measurements.load(folder), float(told)
+
+
+def ratios_of(first: Measurements, second: Measurements) -> dict[str, np.ndarray]:
+    """Return the ratio of times of every row that both sweeps timed, by operation and direction, and of ``all``."""
     times = dict(zip(second.rows["case_id"].tolist(), second.rows["time_us"].tolist(), strict=True))
     found: dict[str, list[float]] = {"all": []}
     rows = (first.rows[name].tolist() for name in ("case_id", "op", "direction", "time_us"))
     for case, op, direction, time_us in zip(*rows, strict=True):
         ratio = time_us / times.get(case, np.nan)
         if np.isfinite(ratio):
-            found.setdefault(f"{op} {direction}", []).append(max(ratio, 1 / ratio))
-            found["all"].append(max(ratio, 1 / ratio))
+            found.setdefault(f"{op} {direction}", []).append(ratio)
+            found["all"].append(ratio)
     return {name: np.array(values) for name, values in found.items()}
 
 
@@ -56,13 +67,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=2, help="sweeps, each compared with the one before")
     parser.add_argument("--max-points", type=int, default=12)
+    parser.add_argument("--into", help=argparse.SUPPRESS)  # What a process of its own does.
     asked = parser.parse_args()
-    sweeps = [sweep(ProfileParams(max_points=asked.max_points)) for _ in range(asked.times)]
+    if asked.into:
+        print(profile_into(asked.into, asked.max_points))
+        return
+    sweeps = [sweep(asked.max_points) for _ in range(asked.times)]
     lines: list[tuple[str, str, str]] = []
     for pair, ((first, _), (second, _)) in enumerate(pairwise(sweeps), 1):
-        for name, ratios in apart(first, second).items():
+        for name, found in ratios_of(first, second).items():
+            ratios = np.maximum(found, 1 / found)
             lines += [
                 (f"sweep {pair} and {pair + 1}", f"{name}: rows", str(ratios.size)),
+                (f"sweep {pair} and {pair + 1}", f"{name}: median ratio", f"{np.median(found):.4f}"),
                 (f"sweep {pair} and {pair + 1}", f"{name}: median apart, %", f"{100 * (np.median(ratios) - 1):.2f}"),
                 (
                     f"sweep {pair} and {pair + 1}",

@@ -104,6 +104,7 @@ def summary(seen, fingerprint=CARD, size=2048):
 
 
 def test_rounds_that_began_apart_are_dropped_and_too_many_fail_the_case():
+    # FC-29: start skew.
     row = summary(rounds(10.0, 5000.0, 30.0, 20.0))
     assert (row["status"], row["time_us"], row["skew_us"], len(row["repeats_us"])) == ("ok", 1000.0, 20.0, 3)
     assert row["message"] == "1 of 4 rounds dropped: rank 1 began up to 5000 us late (limit 2000)"
@@ -116,6 +117,7 @@ def test_rounds_that_began_apart_are_dropped_and_too_many_fail_the_case():
 
 
 def test_what_is_faster_than_the_links_was_not_measured():
+    # FC-29: bandwidth above the link rate.
     assert link_rates(CARD) == (450e9, 400e9)
     assert link_rates(dataclasses.replace(CARD, interconnect="", network="")) == (0.0, 0.0)
     row = summary(rounds(0.0, 0.0, time_us=1.0), size=2**20)

@@ -145,6 +145,7 @@ def test_the_slow_rank_is_found_and_named(planted):
 
 
 def test_late_rounds_are_recorded_and_dropped(planted):
+    # FC-29: a rank that sleeps before the exchange must not look like a slow wire.
     out, _, measurements = planted
     small = measurements.select(op="alltoall").rows
     dropped = np.char.find(small["message"], "rounds dropped: rank 1 began up to") >= 0
@@ -179,6 +180,7 @@ def test_a_rank_of_other_software_is_refused_by_name(planted, job):
 
 
 def test_a_job_killed_whole_continues(job):
+    # FC-33, on several ranks.
     out = job / "killed"
     process = start_torchrun(job, out)
     wait_for_rows(out, 4)

@@ -147,6 +147,7 @@ def test_half_written_and_doubled_runs_become_one(track, store):
 
 
 def test_without_a_parent_id_nothing_is_logged(store):
+    # FC-51: never the Default experiment.
     runs = StudyRuns(own_uri(store), "test", "lost", {}, {})
     with pytest.raises(RoutePackError, match="without its id nothing is logged"):
         runs.send_trial(trial_record(0, {}, {}, "complete"))
@@ -227,6 +228,7 @@ def server(tmp_path_factory):
 
 
 def test_launchers_at_once_share_the_experiment_and_the_parent(server, track, tmp_path):
+    # FC-51: a race to make one experiment.
     trackers = [track("raced", tmp_path / str(k), server.uri) for k in range(2)]
     threads = [threading.Thread(target=one.study_started, args=({},)) for one in trackers]
     for thread in threads:
@@ -330,6 +332,7 @@ def test_a_server_that_never_answers_holds_up_the_start_once(track, monkeypatch,
 
 
 def test_a_dead_server_costs_a_warning_and_seconds(job, small_ranges, monkeypatch, tmp_path):
+    # FC-53: tracking that is away must not end a run.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
     with pytest.warns(UserWarning, match=r"MLflow at http://127.0.0.1.*kept in"):
         document = tune(job.steps, job.costmodel, job.config, tmp_path / "study", trials=2)
@@ -340,6 +343,7 @@ def test_a_dead_server_costs_a_warning_and_seconds(job, small_ranges, monkeypatc
 
 
 def test_folder_stores_are_refused_before_any_work(job, monkeypatch, tmp_path):
+    # FC-49: newer MLflow refuses folder stores.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "file:./mlruns")
     with pytest.raises(RoutePackError, match=r"MLFLOW_TRACKING_URI.*sqlite:///.*migrate-filestore"):
         tune(job.steps, job.costmodel, job.config, tmp_path / "study")
