@@ -79,7 +79,9 @@ def _operation(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> Opera
     from costmodels.operations import OPERATIONS
 
     time_us = rows["time_us"]
-    size = "tokens" if "tokens" in FEATURES[op] else OPERATIONS[op].size[0]
+    sizes = ("tokens",) if "tokens" in FEATURES[op] else OPERATIONS[op].size
+    # Experts timed here route nothing: their size is that of their rows.
+    size = next((name for name in sizes if rows[name].any()), sizes[-1])
     physics_us, flagged = _physics(op, rows), rows["flag"] != ""
     seconds = time_us * 1e-6
     flops, moved = _work(op, direction, rows)
@@ -176,11 +178,21 @@ def plot_times(rows: OperationRows, ax: Axes | None = None) -> Axes:
     ax.plot(rows.size_R[good], rows.time_us[good], ".", color=ATTENTION, markersize=4, rasterized=good.sum() > 500)
     ax.plot(rows.size_R[bad], rows.time_us[bad], "x", color=DOUBTFUL, markersize=5, rasterized=bad.sum() > 500)
     if shown.any():
-        ax.set_xscale("log")
-        ax.set_yscale("log")
+        _logarithmic(ax)
     ax.set_xlabel(rows.size_label)
     ax.set_ylabel("time, µs")
     return ax
+
+
+def _logarithmic(ax: Axes) -> None:
+    """Make both axes logarithmic; numbers between powers of ten are shown only where there are few powers."""
+    from matplotlib.ticker import NullFormatter
+
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
+        if high >= 20 * low:
+            axis.set_minor_formatter(NullFormatter())
 
 
 def plot_throughput(rows: OperationRows, peak: float, ax: Axes | None = None) -> Axes:
@@ -196,8 +208,7 @@ def plot_throughput(rows: OperationRows, peak: float, ax: Axes | None = None) ->
         ax.axhline(line, color=INK, linewidth=0.8)
         ax.annotate(f"{label} {line:.3g}", (0.02, line), xycoords=("axes fraction", "data"), fontsize=8, color=INK,
                     va="bottom")  # fmt: skip
-        ax.set_xscale("log")
-        ax.set_yscale("log")
+        _logarithmic(ax)
     ax.set_xlabel("time, µs")
     ax.set_ylabel("GB/s" if moves else "TFLOP/s")
     return ax

@@ -75,6 +75,11 @@ def test_every_operation_knows_its_physics_and_its_doubtful_rows(plain):
     assert np.isnan(found["alltoall"].tflops_R).all()
     assert found["alltoall"].gbps_R[-1] == pytest.approx(16384 * 2048 / found["alltoall"].time_us[-1] / 1e3)
     assert np.isnan(found["experts"].physics_us).all()
+    # Timed here, experts route no tokens: their rows are their size.
+    counts = {"rows": 512, "active_experts": 4, "padded_rows": 512, "max_rows": 128, "router_tokens": 0}
+    shape = {"local_experts": 4, "hidden_size": 64, "inter_size": 32, "num_experts": 8}
+    (timed,) = operation_rows(Measurements.from_rows([row("experts", counts | shape, 30.0)], plain.meta))
+    assert (timed.size_label, timed.size_R.tolist()) == ("rows", [512])
 
 
 def test_a_row_far_from_the_line_is_doubtful_by_the_scatter_of_the_others():
