@@ -1,6 +1,6 @@
 """The study's folder: all that ``deploy`` needs, whichever machine it runs on.
 
-``study.json`` (what was tuned, on what, the best trial), ``study.db`` or ``study.journal`` (Optuna), ``trials.jsonl``
+``study.json`` (what was tuned, on what, the best trial), ``study.journal`` (Optuna), ``trials.jsonl``
 (every trial, before it is tracked), ``mlflow.db`` and ``artifacts/`` (tracking), ``tables.npz`` and ``costmodel.json``
 (the frozen times and where they come from; ``tables-CAP.npz`` for further caps), ``recheck.npz`` (the step batch on
 which the winner is planned once more before it is deployed), ``tuning-report.html``.

@@ -92,7 +92,7 @@ def tune(
     task, files = _tune_task(steps, costmodel, settings, seed)
     task = dataclasses.replace(task, enqueue=tuple(best_setting(path, task) for path in warm_start))
     with locked_study(out):
-        name, where = study_name(task), storage or choose_storage(out, 2 if ray else workers)
+        name, where = study_name(task), storage or choose_storage(out)
         if new_study:
             name = open_study(task, where, name, new_study=True).study_name
             set_aside(out)

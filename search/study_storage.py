@@ -1,8 +1,8 @@
 """Where a study is kept, and how processes open it at once.
 
 A storage is a string: an Optuna URL (``sqlite:///file``, ``postgresql://user@host/db``, ``mysql://...``) or
-``journal:FILE``, a log file that many processes of one machine append to. One worker writes SQLite, several a journal,
-several machines need a server: :func:`choose_storage` picks the first two, the user names the third.
+``journal:FILE``, a log file that many processes of one machine append to. One machine writes a journal
+(:func:`choose_storage`); several need a server, which the user names.
 
 Invariants: the process that creates a study also enqueues its first settings and writes its signature last, so a
 study with a signature is whole. Who finds one with another signature is refused, with the difference. No message
@@ -37,15 +37,14 @@ _SHOWN = 4
 """Names shown of a list of differences."""
 
 
-def choose_storage(folder: Path | str, workers: int) -> str:
-    """Return the storage of the study in a folder: SQLite for one worker, a journal for several or once there is one.
+def choose_storage(folder: Path | str) -> str:
+    """Return the storage of the study in a folder: a journal, for one worker or several.
 
-    A study begun by one worker is copied into a journal when several go on with it.
+    Optuna's SQLite storage takes five times as long for a trial, and several workers may not write it at once; the
+    SQLite file of a study of an earlier version is copied.
     """
     folder = Path(folder).resolve()
     database, journal = folder / SQLITE_FILE, folder / JOURNAL_FILE
-    if workers == 1 and not journal.exists():
-        return f"sqlite:///{database.as_posix()}"
     if database.exists() and not journal.exists():
         _copy_studies(f"sqlite:///{database.as_posix()}", journal)
     return f"{JOURNAL}{journal.as_posix()}"

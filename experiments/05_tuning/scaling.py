@@ -27,7 +27,7 @@ from search.workers import run_workers
 def rates(task: TuneTask, trials: int, workers: int) -> tuple[float, float]:
     """Return trials a second between first start and last end, and of the whole run."""
     with tempfile.TemporaryDirectory() as folder:
-        storage = choose_storage(Path(folder), 2)
+        storage = choose_storage(Path(folder))
         begun = time.perf_counter()
         run_workers(task, storage, "scaling", trials, workers)
         wall_s = time.perf_counter() - begun

@@ -113,7 +113,7 @@ def run(task: TuneTask, name: str, trials: int, workers: int, observer: Observer
     for left in folder.iterdir():  # of a run that was stopped: its clock is lost
         left.unlink()
     began = time.perf_counter()
-    summary = run_study(task, choose_storage(folder, workers), name, trials, workers=workers, observer=observer)
+    summary = run_study(task, choose_storage(folder), name, trials, workers=workers, observer=observer)
     return Outcome(summary, time.perf_counter() - began)
 
 

@@ -15,15 +15,14 @@ from search.study_storage import choose_storage, describe_difference, open_study
 optuna = pytest.importorskip("optuna")
 
 
-def test_one_worker_keeps_sqlite_several_a_journal_that_holds_what_was_there(tmp_path):
-    one = choose_storage(tmp_path, 1)
-    assert one == f"sqlite:///{tmp_path}/study.db"
-    study = open_study(make_task(), one, "s")
+def test_a_folder_holds_a_journal_with_what_an_earlier_version_left_in_sqlite(tmp_path):
+    study = open_study(make_task(), f"sqlite:///{tmp_path}/study.db", "s")
     study.tell(study.ask(), 1.0)
-    several = choose_storage(tmp_path, 2)
-    assert several == f"journal:{tmp_path}/study.journal"
-    assert [t.value for t in open_study(make_task(), several, "s").trials] == [1.0]
-    assert choose_storage(tmp_path, 1) == several  # never two halves of one study
+    storage = choose_storage(tmp_path)
+    assert storage == f"journal:{tmp_path}/study.journal"
+    assert [t.value for t in open_study(make_task(), storage, "s").trials] == [1.0]
+    assert choose_storage(tmp_path) == storage
+    assert len(open_study(make_task(), storage, "s").trials) == 1  # copied once
 
 
 def test_the_given_settings_are_tried_first(tmp_path):
