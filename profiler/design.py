@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler.cases import Case, attention_features, experts_features, linear_attention_features
+from profiler.cases import Case, attention_features, experts_features, linear_attention_features, router_features
 from profiler.errors import RoutePackError
 from profiler.model_spec import ModelSpec
 from profiler.params import FLOAT8, ProfileParams
@@ -223,10 +223,8 @@ def _dense_cases(spec: ModelSpec, topology: Topology, largest: int, budget: _Bud
 
 
 def _router_cases(spec: ModelSpec, topology: Topology, largest: int, budget: _Budget) -> list[Case]:
-    shape = {"hidden_size": spec.hidden_size, "num_experts": spec.num_experts, "top_k": spec.top_k}
-
     def route(tokens: int) -> Case:
-        return Case("router", "", {"tokens": tokens, **shape})
+        return Case("router", "", router_features(tokens, spec.hidden_size, spec.num_experts, spec.top_k))
 
     # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
     afforded = budget.largest("tokens of one rank", max(1, largest // topology.ranks_per_slot), route)

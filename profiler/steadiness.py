@@ -192,16 +192,6 @@ def _weighted(sessions: Sequence[dict[str, Any]], values: Sequence[float | None]
     return sum(wall * value for wall, value in pairs) / sum(wall for wall, _ in pairs) if pairs else None
 
 
-def warn_of_drift(anchor: dict[str, Any], params: ProfileParams) -> None:
-    """Warn where the anchor left its median by more than the limit."""
-    if anchor["drift"] > params.max_drift:
-        warnings.warn(
-            f"The device was not steady: one case left its median by {anchor['drift']:.0%} through the sweep (limit "
-            f"{params.max_drift:.0%}). Close other work and profile again into a new folder.",
-            stacklevel=3,
-        )
-
-
 def warn_of_problems(found: dict[str, Any]) -> None:
     """Warn where a verdict of :func:`steadiness` names problems."""
     if found["problems"]:

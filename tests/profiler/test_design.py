@@ -171,3 +171,15 @@ def test_a_model_with_one_expert_a_rank_is_fine():
     experts = of(design("Mixtral-8x7B").cases, "experts")
     assert {case.features["local_experts"] for case in experts} == {1}
     assert len(experts) > 5
+
+
+def test_eight_bit_profiles_time_the_experts_alone_in_eight_bits():
+    pytest.importorskip("torch", reason="torch is not installed")
+    from profiler.backends import TorchBackend
+
+    cases = design(dtype="float8_e4m3fn").cases
+    assert {case.dtype for case in of(cases, "experts")} == {"float8_e4m3fn"}
+    assert {case.dtype for case in cases if case.op != "experts"} == {""}
+    plain = {case.case_id("forward", "bfloat16") for case in of(design().cases, "experts")}
+    assert plain.isdisjoint(case.case_id("forward", "bfloat16") for case in of(cases, "experts"))
+    assert TorchBackend("cpu", ProfileParams(dtype="float8_e4m3fn")).dtype_name == "bfloat16"
