@@ -355,7 +355,8 @@ def test_folder_stores_are_refused_before_any_work(job, monkeypatch, tmp_path):
         check_tracking_uri(uri)
 
 
-def test_artifacts_of_a_sqlite_store_lie_beside_it(store):
+def test_artifacts_of_a_sqlite_store_lie_beside_it(store, track):
+    track("beside").open()
     experiment = client(own_uri(store)).get_experiment_by_name("test")
     assert experiment.artifact_location == (store / "artifacts").as_uri()
 
