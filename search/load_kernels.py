@@ -1,4 +1,4 @@
-"""Numba kernels that add up routed rows: per unit and expert, per sample and EP rank.
+"""Numba kernels that add up routed rows, per unit and expert or per sample and EP rank, and price a layer by them.
 
 Shape suffixes: N samples, U units (row x EP block), L MoE layers, E experts, P EP ranks.
 """
@@ -33,3 +33,18 @@ def sample_rank_rows(counts, order, rank_of, num_ranks):
             for e in range(counts.shape[2]):
                 rows[k, rank_of[m, e], m] += counts[order[k], m, e]
     return rows
+
+
+@njit(cache=True, nogil=True, inline="always")
+def layer_time_ns(layer_ns, shift, rows, sent, sent_ns):
+    """Return the time of one MoE layer whose slowest rank has ``rows``, while some rank sends ``sent``.
+
+    ``layer_ns`` [2 K] is the table of experts and exchange, then that of experts alone; ``sent_ns`` the exchange of
+    ``sent``. Without a branch, so that loops over layers or units become vectors: below ``sent`` the second half
+    is read.
+    """
+    node = rows >> shift
+    place = np.uint64(node + (layer_ns.size >> 1 if rows < sent else 0))
+    low = layer_ns[place]
+    partly = ((layer_ns[place + np.uint64(1)] - low) * (rows - (node << shift))) >> shift
+    return low + partly + (sent_ns if rows < sent else np.int64(0))

@@ -26,6 +26,7 @@ import numpy as np
 from numba import njit
 
 from costmodels import lookup_ns
+from search.load_kernels import layer_time_ns
 from search.packing_state import (
     S_BLOCKS,
     S_FIXED,
@@ -45,26 +46,13 @@ def sent_rows(costs, tokens):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _layer_ns(layer_ns, shift, rows, sent, sent_ns):
-    """Return the time of one MoE layer whose slowest rank has ``rows``, while some rank sends ``sent``.
-
-    Without a branch, so that a loop over layers becomes vectors: below ``sent`` the second half of the table is read.
-    """
-    node = rows >> shift
-    place = np.uint64(node + (layer_ns.size >> 1 if rows < sent else 0))
-    low = layer_ns[place]
-    partly = ((layer_ns[place + np.uint64(1)] - low) * (rows - (node << shift))) >> shift
-    return low + partly + (sent_ns if rows < sent else np.int64(0))
-
-
-@njit(cache=True, nogil=True, inline="always")
 def _peaks_ns(costs, peak, sent):
     """Return the time of all MoE layers, given the rows of each layer's slowest rank."""
     shift, layer_ns = costs.scalars[S_ROWS_SHIFT], costs.layer_ns
     sent_ns = lookup_ns(costs.exchange_ns, shift, sent)
     total = np.int64(0)
     for m in range(peak.size):
-        total += _layer_ns(layer_ns, shift, np.int64(peak[m]), sent, sent_ns)
+        total += layer_time_ns(layer_ns, shift, np.int64(peak[m]), sent, sent_ns)
     return total
 
 
@@ -153,7 +141,7 @@ def _least_experts_ns(costs, state, group, gained, lost, sent):
     for m in range(rows.shape[1]):
         p = np.uint32(hot[group, m])
         peak = rows[group, m] + np.int32(loads[gained, p, m]) - np.int32(loads[lost, p, m])
-        total += _layer_ns(layer_ns, shift, np.int64(peak), sent, sent_ns)
+        total += layer_time_ns(layer_ns, shift, np.int64(peak), sent, sent_ns)
     return total
 
 

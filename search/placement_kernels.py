@@ -6,24 +6,44 @@ unit; keeping the three hottest ranks of each unit makes its delta O(U).
 
 Shape suffixes: U units (row x EP block), E experts, P EP ranks.
 
-Invariant: ``rank_of`` always holds exactly E / P experts of each rank (only swaps are made).
+Invariants: ``rank_of`` always holds exactly E / P experts of each rank (only swaps are made); ``LayerState`` is what
+``fill_layer`` would derive from ``rank_of``.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from costmodels import lookup_ns
+from search.load_kernels import layer_time_ns
 from search.random_bits import random_below, random_threshold
 
+SIMILAR_OF_8 = 7
+"""Of eight swaps, how many are drawn between experts of similar load; the others between any two."""
+WINDOW_SHARE = 16
+"""Similar is an expert among the next E / 16 by load: others change their ranks by more than a good placement bears."""
 
-@njit(cache=True, nogil=True)
-def layer_unit_ns(tables, shift, rows, sent):
-    """Return the time of one layer in one unit: ``tables`` [3, K] are experts, exchange and their sum."""
-    if rows >= sent:
-        return lookup_ns(tables[2], shift, rows)
-    return lookup_ns(tables[0], shift, rows) + lookup_ns(tables[1], shift, sent)
+
+class LayerCosts(NamedTuple):
+    """Hold what does not change while one layer is placed."""
+
+    counts: np.ndarray  # [E, U] int32, routed rows of every expert
+    sent: np.ndarray  # [U] int32, most rows that a rank sends
+    layer_ns: np.ndarray  # [2 K] int64, experts and exchange, then experts alone
+    exchange_ns: np.ndarray  # [K] int64
+    shift: int  # rows between two nodes of the tables, as a power of two
+
+
+class LayerState(NamedTuple):
+    """Hold what a placement of one layer makes of it."""
+
+    rows: np.ndarray  # [P, U] int32
+    top: np.ndarray  # [5, U] int32: rows and number of the hottest rank, of the second, rows of the third
+    unit_ns: np.ndarray  # [U] int64
+    sent_ns: np.ndarray  # [U] int64, the exchange of what is sent
 
 
 @njit(cache=True, nogil=True)
@@ -50,85 +70,76 @@ def lpt_layer(totals, num_ranks):
 
 
 @njit(cache=True, nogil=True)
-def layer_rank_rows(counts, rank_of, num_ranks):
-    """Return the rows of each rank in each unit, [P, U], from the counts [E, U]."""
-    rows = np.zeros((num_ranks, counts.shape[1]), np.int64)
+def fill_layer(costs, rank_of, num_ranks):
+    """Return the :class:`LayerState` of a placement, the rank of each expert, [E]."""
+    counts, sent = costs.counts, costs.sent
+    units = counts.shape[1]
+    rows = np.zeros((num_ranks, units), np.int32)
     for e in range(counts.shape[0]):
-        for u in range(counts.shape[1]):
+        for u in range(units):
             rows[rank_of[e], u] += counts[e, u]
-    return rows
+    sent_ns = np.zeros(units, np.int64)
+    state = LayerState(rows, np.zeros((5, units), np.int32), np.zeros(units, np.int64), sent_ns)
+    for u in range(units):
+        sent_ns[u] = lookup_ns(costs.exchange_ns, costs.shift, np.int64(sent[u]))
+        _refresh_unit(costs, state, u)
+    return state
 
 
-@njit(cache=True, nogil=True)
-def layer_ns(tables, shift, rows, sent):
-    """Return the time of one layer over all units, from its rank rows [P, U]."""
-    total = np.int64(0)
-    for u in range(rows.shape[1]):
-        peak = np.int64(0)
-        for p in range(rows.shape[0]):
-            peak = max(peak, rows[p, u])
-        total += layer_unit_ns(tables, shift, peak, sent[u])
-    return total
-
-
-@njit(cache=True, nogil=True)
-def _hottest(rows, top):
-    """Fill ``top`` [5, U]: value and rank of the hottest, value and rank of the second, value of the third."""
-    for u in range(rows.shape[1]):
-        _hottest_of(rows, top, u)
-
-
-@njit(cache=True, nogil=True)
-def _hottest_of(rows, top, u):
-    first, second, third = np.int64(-1), np.int64(-1), np.int64(-1)
-    first_rank, second_rank = np.int64(-1), np.int64(-1)
+@njit(cache=True, nogil=True, inline="always")
+def _refresh_unit(costs, state, u):
+    rows, top = state.rows, state.top
+    first, second, third = np.int32(-1), np.int32(-1), np.int32(-1)
+    first_rank, second_rank = np.int32(-1), np.int32(-1)
     for p in range(rows.shape[0]):
         value = rows[p, u]
         if value > first:
             third = second
             second, second_rank = first, first_rank
-            first, first_rank = value, p
+            first, first_rank = value, np.int32(p)
         elif value > second:
             third = second
-            second, second_rank = value, p
+            second, second_rank = value, np.int32(p)
         elif value > third:
             third = value
     top[0, u], top[1, u], top[2, u], top[3, u], top[4, u] = first, first_rank, second, second_rank, third
+    state.unit_ns[u] = _unit_ns(costs, state, first, u)
 
 
-@njit(cache=True, nogil=True)
-def swap_delta_ns(tables, shift, counts, rows, top, sent, pair):
-    """Price swapping the experts of ``pair`` (e1, rank of e1, e2, rank of e2), ranks distinct."""
+@njit(cache=True, nogil=True, inline="always")
+def _unit_ns(costs, state, peak, u):
+    """Return the time of a unit whose slowest rank has ``peak`` rows."""
+    return layer_time_ns(costs.layer_ns, costs.shift, np.int64(peak), np.int64(costs.sent[u]), state.sent_ns[u])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def swap_delta_ns(costs, state, pair):
+    """Price swapping the experts of ``pair`` (e1, rank of e1, e2, rank of e2), ranks distinct. No branch: a vector."""
     e1, p1, e2, p2 = pair
+    counts, rows, top, unit_ns = costs.counts, state.rows, state.top, state.unit_ns
     delta = np.int64(0)
-    for u in range(rows.shape[1]):
+    for u in range(unit_ns.size):
         shifted = counts[e2, u] - counts[e1, u]
-        if shifted == 0:
-            continue
-        if top[1, u] != p1 and top[1, u] != p2:
-            other = top[0, u]
-        elif top[3, u] != p1 and top[3, u] != p2:
-            other = top[2, u]
-        else:
-            other = top[4, u]
+        first, second = (top[1, u] == p1) | (top[1, u] == p2), (top[3, u] == p1) | (top[3, u] == p2)
+        other = (top[4, u] if second else top[2, u]) if first else top[0, u]
         peak = max(other, max(rows[p1, u] + shifted, rows[p2, u] - shifted))
-        if peak != top[0, u]:
-            delta += layer_unit_ns(tables, shift, peak, sent[u]) - layer_unit_ns(tables, shift, top[0, u], sent[u])
+        delta += _unit_ns(costs, state, peak, u) - unit_ns[u]
     return delta
 
 
-@njit(cache=True, nogil=True)
-def swap_apply(counts, rows, top, rank_of, pair):
+@njit(cache=True, nogil=True, inline="always")
+def swap_apply(costs, state, rank_of, pair):
     """Make the swap that ``swap_delta_ns`` priced."""
     e1, p1, e2, p2 = pair
+    counts, rows = costs.counts, state.rows
     for u in range(rows.shape[1]):
         shifted = counts[e2, u] - counts[e1, u]
         colder = max(rows[p1, u], rows[p2, u])
         rows[p1, u] += shifted
         rows[p2, u] -= shifted
         # The three hottest stay what they are where neither rank is, or becomes, one of them.
-        if max(colder, max(rows[p1, u], rows[p2, u])) >= top[4, u]:
-            _hottest_of(rows, top, u)
+        if max(colder, max(rows[p1, u], rows[p2, u])) >= state.top[4, u]:
+            _refresh_unit(costs, state, u)
     rank_of[e1], rank_of[e2] = p2, p1
 
 
@@ -141,33 +152,54 @@ def _more_away(home, pair):
 
 
 @njit(cache=True, nogil=True)
-def improve_layer(tables, shift, counts, rank_of, home, sent, rng, schedule):
+def _by_load(counts):
+    """Return the experts from light to heavy, and each one's place among them, [E] each."""
+    total = np.zeros(counts.shape[0], np.int64)
+    for e in range(counts.shape[0]):
+        for u in range(counts.shape[1]):
+            total[e] += counts[e, u]
+    order = np.argsort(total, kind="mergesort")
+    place = np.empty_like(order)
+    for k in range(order.size):
+        place[order[k]] = k
+    return order, place
+
+
+@njit(cache=True, nogil=True)
+def improve_layer(costs, rank_of, home, rng, schedule):
     """Anneal the placement of one layer in place and return its price; ``rank_of`` ends as the best placement seen.
 
-    ``counts`` [E, U] int64; ``home`` [E] is the rank where each expert's weights lie now; ``schedule`` = (ranks,
-    proposals, first temperature ns, last temperature ns, price ns of an expert away from home). The price is the
-    layer's time plus that of moving experts, so that only moves that pay are made, one by one.
+    ``home`` [E] is the rank where each expert's weights lie now; ``schedule`` = (ranks, proposals, first temperature
+    ns, last temperature ns, price ns of an expert away from home). The price is the layer's time plus that of moving
+    experts, so that only moves that pay are made, one by one.
     """
     num_ranks, proposals, hot_ns, cold_ns, move_ns = schedule
-    rows = layer_rank_rows(counts, rank_of, num_ranks)
-    top = np.zeros((5, rows.shape[1]), np.int64)
-    _hottest(rows, top)
-    current = layer_ns(tables, shift, rows, sent) + move_ns * np.int64((rank_of != home).sum())
+    state = fill_layer(costs, rank_of, num_ranks)
+    order, place = _by_load(costs.counts)
+    current = state.unit_ns.sum() + move_ns * np.int64((rank_of != home).sum())
     best = current
     best_rank_of = rank_of.copy()
     experts = rank_of.size
+    window = max(1, experts // WINDOW_SHARE)
     for step in range(proposals):
-        e1, e2 = random_below(rng, experts), random_below(rng, experts)
+        e1 = random_below(rng, experts)
+        if random_below(rng, 8) < SIMILAR_OF_8:
+            k = place[e1] + 1 + random_below(rng, window)
+            if k >= experts:
+                continue
+            e2 = order[k]
+        else:
+            e2 = random_below(rng, experts)
         if rank_of[e1] == rank_of[e2]:
             continue
         pair = (e1, rank_of[e1], e2, rank_of[e2])
-        delta = swap_delta_ns(tables, shift, counts, rows, top, sent, pair)
+        delta = swap_delta_ns(costs, state, pair)
         if move_ns > 0:
             delta += move_ns * _more_away(home, pair)
         temperature = hot_ns + (cold_ns - hot_ns) * step // max(1, proposals)
         if delta > 0 and (temperature <= 0 or delta > random_threshold(rng, temperature)):
             continue
-        swap_apply(counts, rows, top, rank_of, pair)
+        swap_apply(costs, state, rank_of, pair)
         current += delta
         if current < best:
             best = current

@@ -14,7 +14,7 @@ from profiler import RoutePackError
 from search.load_kernels import unit_expert_rows
 from search.movement import Residence
 from search.params import PlannerParams
-from search.placement_kernels import improve_layer, layer_ns, layer_rank_rows, lpt_layer
+from search.placement_kernels import LayerCosts, fill_layer, improve_layer, lpt_layer
 from search.problem import Problem
 from search.random_bits import seed_state
 
@@ -27,16 +27,22 @@ class LayerLoads:
 
     def __init__(self, problem: Problem, unit_N: np.ndarray, sent_U: np.ndarray) -> None:
         units = unit_expert_rows(problem.counts, unit_N, len(sent_U))
-        self.counts_LEU = np.ascontiguousarray(units.transpose(1, 2, 0), dtype=np.int64)
-        self.sent_U = np.ascontiguousarray(sent_U, dtype=np.int64)
-        self.tables = np.stack([problem.expert_ns, problem.exchange_ns, problem.expert_ns + problem.exchange_ns])
-        self.shift = problem.tables.rows_shift
-        self.num_ranks = problem.num_ranks
+        self._costs = LayerCosts(
+            counts=np.ascontiguousarray(units.transpose(1, 2, 0)),  # [L, E, U] here, one layer at a time below
+            sent=np.asarray(sent_U, np.int32),
+            layer_ns=np.concatenate([problem.expert_ns + problem.exchange_ns, problem.expert_ns]),
+            exchange_ns=problem.exchange_ns,
+            shift=problem.tables.rows_shift,
+        )
+        self.num_layers, self.num_ranks, self.num_units = problem.num_layers, problem.num_ranks, len(sent_U)
+
+    def costs(self, layer: int) -> LayerCosts:
+        """Return what the kernels need of one layer."""
+        return self._costs._replace(counts=self._costs.counts[layer])
 
     def layer_ns(self, layer: int, rank_of: np.ndarray) -> int:
         """Return the time of one layer over all units under a placement (rank of each expert, [E])."""
-        rows = layer_rank_rows(self.counts_LEU[layer], rank_of, self.num_ranks)
-        return int(layer_ns(self.tables, self.shift, rows, self.sent_U))
+        return int(fill_layer(self.costs(layer), rank_of, self.num_ranks).unit_ns.sum())
 
     def improve(
         self, layer: int, rank_of: np.ndarray, home: np.ndarray | None, move_ns: int, params: PlannerParams, seed: int
@@ -45,14 +51,12 @@ class LayerLoads:
 
         The price is the layer's time plus ``move_ns`` for every expert away from ``home``, [E] (None: moves are free).
         """
-        mean_ns = self.layer_ns(layer, rank_of) // len(self.sent_U)
+        mean_ns = self.layer_ns(layer, rank_of) // self.num_units
         hot_ns = int(mean_ns * params.placement_temperature)
         schedule = (self.num_ranks, params.placement_swaps, hot_ns, hot_ns // 100, 0 if home is None else move_ns)
         better, rng = rank_of.copy(), seed_state(seed, layer)
         home = better if home is None else home
-        counts = self.counts_LEU[layer]
-        price_ns = improve_layer(self.tables, self.shift, counts, better, home, self.sent_U, rng, schedule)
-        return int(price_ns), better
+        return int(improve_layer(self.costs(layer), better, home, rng, schedule)), better
 
 
 def first_ranks(problem: Problem, ranks_per_node: int = 0) -> np.ndarray:
@@ -91,7 +95,7 @@ def place_rows(
     all would take more than ``PLACEMENT_SHARE`` of it, the others propose fewer swaps. Iterations do not pass
     meanwhile, so that under such a budget every layer gets them all.
     """
-    starts, layers = list(starts), len(loads.counts_LEU)
+    starts, layers = list(starts), loads.num_layers
 
     def best_of(layer: int, params: PlannerParams) -> np.ndarray:
         home, move_ns = (None, 0) if residence is None else (residence.rank_LE[layer], residence.move_ns)

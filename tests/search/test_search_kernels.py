@@ -17,15 +17,7 @@ from search.packing_kernels import (
     objective,
 )
 from search.packing_moves import anneal, fill_exchange, new_move, propose, propose_cells, propose_two, propose_within
-from search.placement_kernels import (
-    _hottest,
-    improve_layer,
-    layer_ns,
-    layer_rank_rows,
-    lpt_layer,
-    swap_apply,
-    swap_delta_ns,
-)
+from search.placement_kernels import LayerCosts, fill_layer, improve_layer, lpt_layer, swap_apply, swap_delta_ns
 from search.placer import LayerLoads
 from search.random_bits import random_below, random_threshold, seed_state
 
@@ -170,19 +162,19 @@ def test_every_placement_swap_equals_reevaluation(drawn):
     problem, rng, rows, placement, _, state = start(drawn)
     loads = layer_loads(problem, state.cell_of, rows)
     for layer in range(problem.num_layers):
-        counts, rank_of = loads.counts_LEU[layer], ranks_of_slots(placement, problem.num_ranks)[layer].copy()
-        rank_rows = layer_rank_rows(counts, rank_of, problem.num_ranks)
-        top = np.zeros((5, rank_rows.shape[1]), np.int64)
-        _hottest(rank_rows, top)
+        costs, rank_of = loads.costs(layer), ranks_of_slots(placement, problem.num_ranks)[layer].copy()
+        state = fill_layer(costs, rank_of, problem.num_ranks)
         for _ in range(20):
             e1, e2 = rng.choice(problem.num_experts, 2, replace=False)
             if rank_of[e1] == rank_of[e2]:
                 continue
             before = loads.layer_ns(layer, rank_of)
             pair = (int(e1), int(rank_of[e1]), int(e2), int(rank_of[e2]))
-            delta = swap_delta_ns(loads.tables, loads.shift, counts, rank_rows, top, loads.sent_U, pair)
-            swap_apply(counts, rank_rows, top, rank_of, pair)
+            delta = swap_delta_ns(costs, state, pair)
+            swap_apply(costs, state, rank_of, pair)
             assert loads.layer_ns(layer, rank_of) == before + delta
+            for kept, afresh in zip(state, fill_layer(costs, rank_of, problem.num_ranks), strict=True):
+                assert (kept[[0, 2, 4]] == afresh[[0, 2, 4]]).all() if kept is state.top else (kept == afresh).all()
 
 
 def layer_loads(problem, cell_of, rows):
@@ -201,8 +193,7 @@ def test_improved_layer_is_no_worse_and_a_bijection(drawn):
         rank_of, home = ranks[layer].copy(), rng.permutation(ranks[layer])
         before = loads.layer_ns(layer, rank_of) + move_ns * (rank_of != home).sum()
         price = improve_layer(
-            loads.tables, loads.shift, loads.counts_LEU[layer], rank_of, home, loads.sent_U, seed_state(2),
-            (problem.num_ranks, 300, 100, 1, move_ns),
+            loads.costs(layer), rank_of, home, seed_state(2), (problem.num_ranks, 300, 100, 1, move_ns)
         )  # fmt: skip
         assert price == loads.layer_ns(layer, rank_of) + move_ns * (rank_of != home).sum() <= before
         assert (np.bincount(rank_of) == problem.num_experts // problem.num_ranks).all()
@@ -260,5 +251,5 @@ def test_random_draws_are_in_range_and_near_their_law():
 
 
 def test_layer_time_of_no_rows_is_the_floor():
-    tables = np.array([[7, 9], [2, 4], [9, 13]])
-    assert layer_ns(tables, 4, np.zeros((2, 3), np.int64), np.zeros(3, np.int64)) == 3 * 9
+    costs = LayerCosts(np.zeros((2, 3), np.int32), np.zeros(3, np.int32), np.array([9, 13, 7, 9]), np.array([2, 4]), 4)
+    assert fill_layer(costs, np.array([0, 1]), 2).unit_ns.tolist() == [9, 9, 9]
