@@ -10,6 +10,7 @@ Shape suffixes: N samples, L MoE layers, E experts.
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,7 @@ from search.movement import (
 )
 from search.packer import LEG_PROPOSALS, PackChain, pack_costs
 from search.params import PlannerParams
-from search.placer import LayerLoads, first_ranks, place_rows
+from search.placer import PLACEMENT_SHARE, LayerLoads, first_ranks, place_rows
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem
 from search.random_bits import seed_state
@@ -45,6 +46,8 @@ START_SPREAD = 4.0
 """Every further chain starts so many times hotter: rugged instances want heat, smooth ones do not."""
 LATE = 1.1
 """Progress beyond which a chain takes no further placement: a wall-clock budget is long spent."""
+FIRST_SWAPS = 0.2
+"""Share of ``placement_swaps`` proposed before the first packing: annealing it stirs what they are fitted to."""
 PROBE_LEGS = 2
 """Legs of annealing spent on each candidate number of rows before one is chosen."""
 
@@ -205,10 +208,8 @@ class _Chain:
                 starts.append(self.home.rank_LE)
             fresh_LE = first_ranks(self.problem, params.ranks_per_node)
             starts.append(relabelled(fresh_LE, self.home.rank_LE, self.problem.num_ranks))
-        began = self.stop.progress(0)
-        rank_LE = self._place(num_rows, cell_of, starts, seed_state(seed, number, 0))
-        # Under a wall-clock budget the last placement must fit in too; under iterations it takes no share.
-        end = max(0.0, 1.0 - (self.stop.progress(0) - began))
+        few = replace(params, placement_swaps=math.ceil(FIRST_SWAPS * params.placement_swaps))
+        rank_LE = self._place(num_rows, cell_of, starts, few, seed_state(seed, number, 0))
         chain = PackChain(
             self.problem, pack_costs(self.problem, rank_LE), cell_of, num_rows, seed_state(seed, number, 1),
             self.bound_ns,
@@ -217,11 +218,12 @@ class _Chain:
         for turn in range(params.alternations):
             last = turn == params.alternations - 1
             share = params.first_share + (1 - params.first_share) * turn / max(1, params.alternations - 1)
-            chain.run(params, hot, end if last else share * end, self.stop.progress)
+            chain.run(params, hot, 1.0 if last else share, self._progress)
             hot *= 0.1
             if self.stop.progress(chain.proposals) > LATE:
                 break
-            placed_LE = self._place(num_rows, chain.best_cell_of, [rank_LE], seed_state(seed, number, 2 + turn))
+            rng = seed_state(seed, number, 2 + turn)
+            placed_LE = self._place(num_rows, chain.best_cell_of, [rank_LE], params, rng, chain.proposals)
             if chain.load_if_better(pack_costs(self.problem, placed_LE)):
                 rank_LE = placed_LE
         blocks = chain.state.block_ns
@@ -229,13 +231,28 @@ class _Chain:
         price_ns = 0 if self.home is None else self.home.price_ns(rank_LE) // self.problem.num_blocks
         return _Solution((int(blocks.max()) + price_ns, int(blocks.sum())), chain.best_cell_of, rank_LE, num_rows)
 
-    def _place(self, num_rows: int, cell_of: np.ndarray, starts: list[np.ndarray], rng: np.ndarray) -> np.ndarray:
+    def _progress(self, proposals: int, idle: int = 0, gap: float = math.inf) -> float:
+        """Return how far packing has come: under a budget of wall time its last placement must fit in too."""
+        return max(self.stop.progress(proposals, idle, gap), self.stop.progress(0) * (1 + PLACEMENT_SHARE))
+
+    def _place(
+        self,
+        num_rows: int,
+        cell_of: np.ndarray,
+        starts: list[np.ndarray],
+        params: PlannerParams,
+        rng: np.ndarray,
+        proposals: int = 0,
+    ) -> np.ndarray:
+        """Place for a packing, with more swaps where wall time is what ends the search and has been long."""
         problem, slots = self.problem, self.problem.num_slots
         tokens = np.bincount(cell_of, weights=problem.lengths, minlength=num_rows * slots).astype(np.int64)
         sent = problem.sent_rows(tokens).reshape(num_rows * problem.num_blocks, -1).max(axis=1)
         loads = LayerLoads(problem, cell_of // (slots // problem.num_blocks), sent)
-        seed = int(rng[0] >> np.uint64(1))
-        return place_rows(loads, starts, self.home, self.params, seed, lambda: self.stop.progress(0))
+        seed, whole = int(rng[0] >> np.uint64(1)), self.stop.progress(proposals)
+        time = self.stop.progress(0)  # looked at last: under wall time alone it is no less
+        room = PLACEMENT_SHARE * time if proposals and time >= whole else 0.0
+        return place_rows(loads, starts, self.home, params, seed, lambda: self.stop.progress(0), room)
 
 
 def _as_plan(

@@ -35,7 +35,7 @@ class PlannerParams:
     """Share of proposals that swap whole cells between rows or blocks, likewise."""
     placement_swaps: int = 50_000
     """Expert swaps proposed per layer in every placement pass."""
-    placement_temperature: float = 3e-3
+    placement_temperature: float = 2e-3
     """First temperature of the placement, as a share of a layer's mean time in one (row, block)."""
     horizon_steps: float = 10.0
     """Steps over which a new placement must pay for moving its experts."""

@@ -5,7 +5,7 @@ Shape suffixes: U units (row x EP block), L MoE layers, E experts, P EP ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from search.placement_kernels import LayerCosts, fill_layer, improve_layer, lpt_
 from search.problem import Problem
 from search.random_bits import seed_state
 
-PLACEMENT_SHARE = 0.15
+PLACEMENT_SHARE = 0.1
 """Most of a wall-clock budget that one placement pass may take."""
 
 
@@ -87,24 +87,28 @@ def place_rows(
     residence: Residence | None,
     params: PlannerParams,
     seed: int,
-    spent: Callable[[], float],
+    spent: Callable[[], float] = lambda: 0.0,
+    room: float = 0.0,
 ) -> np.ndarray:
     """Return the best rank of every expert, [L, E], from several starting placements [L, E].
 
-    Layers are independent. ``spent`` tells the share of the search's budget gone by: where the first layer shows that
-    all would take more than ``PLACEMENT_SHARE`` of it, the others propose fewer swaps. Iterations do not pass
-    meanwhile, so that under such a budget every layer gets them all.
+    Layers are independent. ``spent`` tells the share of the search's wall time gone by: where the first layer shows
+    that all would take less than ``room`` of it, or more than ``PLACEMENT_SHARE``, each proposes more or fewer swaps.
+    Under a budget of iterations no such time passes, and every layer gets what ``params`` say.
     """
-    starts, layers = list(starts), loads.num_layers
 
-    def best_of(layer: int, params: PlannerParams) -> np.ndarray:
+    def best_of(layer: int, starts: Sequence[np.ndarray], params: PlannerParams) -> np.ndarray:
         home, move_ns = (None, 0) if residence is None else (residence.rank_LE[layer], residence.move_ns)
-        results = [loads.improve(layer, ranks[layer], home, move_ns, params, seed) for ranks in starts]
+        results = [loads.improve(layer, ranks, home, move_ns, params, seed) for ranks in starts]
         return min(results, key=lambda result: result[0])[1]
 
+    layers = list(zip(*starts, strict=True))
     began = spent()
-    first = best_of(0, params)
-    whole = layers * (spent() - began)
-    if whole > PLACEMENT_SHARE:
-        params = replace(params, placement_swaps=int(params.placement_swaps * PLACEMENT_SHARE / whole))
-    return np.stack([first, *(best_of(layer, params) for layer in range(1, layers))])
+    first = best_of(0, layers[0], params)
+    whole = len(layers) * (spent() - began)
+    wanted = min(max(whole, room), PLACEMENT_SHARE)
+    if whole > 0:
+        params = replace(params, placement_swaps=max(1, int(params.placement_swaps * wanted / whole)))
+    if wanted > whole:
+        first = best_of(0, [first], params)
+    return np.stack([first, *(best_of(layer, layers[layer], params) for layer in range(1, len(layers)))])
