@@ -34,7 +34,7 @@ class PlannerParams:
     cell_share: float = 0.04
     """Share of proposals that swap whole cells between rows or blocks, likewise."""
     placement_swaps: int = 50_000
-    """Expert swaps proposed per layer in every placement pass."""
+    """Expert swaps proposed per layer after packing (before it a fifth); wall time lowers or raises them."""
     placement_temperature: float = 2e-3
     """First temperature of the placement, as a share of a layer's mean time in one (row, block)."""
     horizon_steps: float = 10.0

@@ -107,8 +107,8 @@ def place_rows(
     first = best_of(0, layers[0], params)
     whole = len(layers) * (spent() - began)
     wanted = min(max(whole, room), PLACEMENT_SHARE)
-    if whole > 0:
+    if wanted != whole and whole > 0:
         params = replace(params, placement_swaps=max(1, int(params.placement_swaps * wanted / whole)))
-    if wanted > whole:
+    if 0 < whole < wanted:
         first = best_of(0, [first], params)
     return np.stack([first, *(best_of(layer, layers[layer], params) for layer in range(1, len(layers)))])

@@ -16,6 +16,7 @@ from strategies import TOPOLOGIES, make_batch, make_spec, make_tables, problems,
 from profiler import RoutePackError, Topology
 from search import (
     BASELINES,
+    FirstOf,
     MaxIterations,
     MaxRuntime,
     Plan,
@@ -239,6 +240,14 @@ def test_check_plan_names_what_is_broken():
     for bad, message in broken:
         with pytest.raises(RoutePackError, match=message):
             check_plan(bad, batch.lengths, 8)
+
+
+def test_a_guard_of_wall_time_that_is_far_leaves_the_plan_as_it_is():
+    case = make_case(3, Topology(data_parallel_size=4, expert_model_parallel_size=4))
+    guarded = FirstOf((MaxIterations(20_000), MaxRuntime(3600)))
+    plain, plan = (plan_step(*case, SMALL, stop=stop) for stop in (MaxIterations(20_000), guarded))
+    for name in ("row_N", "slot_N", "placement_LE"):
+        assert (getattr(plan, name) == getattr(plain, name)).all()
 
 
 def test_more_budget_is_no_worse_and_runtime_stops():
