@@ -40,7 +40,7 @@ def run(data: Path, work: Path, trials: int) -> dict[str, list[Outcome]]:
     summary = study["summary"]
     print(f"tuned: {summary['best']['value']:.4f} on the tuning batches, held out "
           f"{summary['holdout']['best_value']:.4f} (untuned settings {summary['holdout']['default_value']:.4f}), "
-          "of the default plan's step time, planning time included")  # fmt: skip
+          "of what the default settings take, moves and planning time included")  # fmt: skip
     rt.deploy(work / "study", work / "bundle")
     planner = rt.load_planner(work / "bundle")
     outcomes = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from optuna.trial import FrozenTrial, TrialState
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "02_planner"))  # regimes are declared once, there
@@ -21,13 +23,14 @@ from profiler import Observer, import_published  # noqa: E402
 from search import PlannerParams, StepBatch, TuneParams, TuneTask, run_study  # noqa: E402
 from search.holdout import Interval, bootstrap_gain  # noqa: E402
 from search.objective import Scorer, scores_of_json  # noqa: E402
-from search.study_storage import choose_storage  # noqa: E402
+from search.study_storage import choose_storage, open_study  # noqa: E402
 
 FOLDER = CACHE / "05_tuning"
 BATCHES, HELD_OUT = 10, 4
 FEWER = {"giant": (5, 2)}
 """Batches and held-out ones where planning takes long."""
 SEEDS = 3
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,10 @@ class Outcome:
 
     summary: dict[str, Any]
     wall_s: float
+    costs: tuple[float, ...]
+    """Of each finished trial, infinite where it was stopped early: step time, moves and exposed planning over the step
+    time and moves of the defaults. Those are the same in every study of the same batches, tables and seed, unlike the
+    trials' values: these are relative to the defaults' planning time too, which each study measures anew."""
 
     @property
     def overhead_pct(self) -> float:
@@ -61,13 +68,8 @@ class Outcome:
         return next(trial["params"] for trial in self.summary["history"] if trial["number"] == number)
 
     def values(self) -> list[float]:
-        """Return the least value after each finished trial, infinite before the first."""
-        least, best = [], float("inf")
-        for trial in self.summary["history"]:
-            if trial["state"] == "complete":
-                best = min(best, trial["value"])
-            least.append(best)
-        return least
+        """Return the least cost after each finished trial."""
+        return list(itertools.accumulate(self.costs, min))
 
 
 def step_batches(regime: Regime) -> tuple[list[StepBatch], int]:
@@ -114,7 +116,19 @@ def run(task: TuneTask, name: str, trials: int, workers: int, observer: Observer
         left.unlink()
     began = time.perf_counter()
     summary = run_study(task, choose_storage(folder), name, trials, workers=workers, observer=observer)
-    return Outcome(summary, time.perf_counter() - began)
+    wall_s = time.perf_counter() - began
+    finished = open_study(task, choose_storage(folder), name, read_only=True).get_trials(states=FINISHED)
+    return Outcome(summary, wall_s, tuple(_cost(task, trial) for trial in finished))
+
+
+def _cost(task: TuneTask, trial: FrozenTrial) -> float:
+    if trial.state != TrialState.COMPLETE:
+        return float("inf")
+    hidden_s = task.params.hidden_planning_s
+    return fmean(
+        (score.step_time_s + score.move_s + max(0.0, score.plan_s - hidden_s)) / score.reference_step_s
+        for score in scores_of_json(trial.user_attrs["scores"])
+    )
 
 
 def tables_on(regime: Regime, gpu: str) -> StepTables:

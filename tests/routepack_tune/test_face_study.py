@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import optuna
 import pytest
 from strategies import make_tables
 
@@ -25,6 +27,7 @@ from routepack_tune.tracking import own_uri, quiet_mlflow
 from routepack_tune.tune_report import render_tuning
 from routepack_tune.tuning import _tune_task, best_setting
 from search import TUNABLE, Range
+from search.study_storage import _connect, choose_storage
 
 
 @pytest.fixture
@@ -167,6 +170,40 @@ def test_killed_tune_goes_on_and_loses_no_trial(job):
     trials, parents = nested_runs(out)
     assert {trial["number"] for trial in summary["history"]} <= set(trials)
     assert len(parents) == 1
+
+
+def group_lives(number):
+    """Tell whether a group of processes has a member."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ctrl_c_ends_all_workers_and_leaves_no_trial_running(job):
+    out = job.folder / "study"
+    command = [sys.executable, "-m", "routepack_tune", "tune", job.steps, "--costmodel", job.costmodel, "--config",
+               job.config, "--out", out, "--workers", "2", "--trials", "1000"]  # fmt: skip
+    running = subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while finished_trials(out / "study.journal") < 2 and time.monotonic() < deadline:
+        assert running.poll() is None
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "the same command continues" in said
+    assert "Traceback" not in said
+    while group_lives(running.pid) and time.monotonic() < deadline:  # multiprocessing's own helper ends a moment later
+        time.sleep(0.05)
+    assert not group_lives(running.pid)
+    name = json.loads((out / "study.json").read_text())["study_name"]
+    trials = optuna.load_study(study_name=name, storage=_connect(choose_storage(out))).trials
+    assert "RUNNING" not in {trial.state.name for trial in trials}
+    assert sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials) >= 2
 
 
 def test_deploy_writes_a_bundle_with_its_ancestry(study, study_template, tmp_path, capsys):

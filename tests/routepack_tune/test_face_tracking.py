@@ -356,7 +356,7 @@ def test_folder_stores_are_refused_before_any_work(job, monkeypatch, tmp_path):
 
 
 def test_artifacts_of_a_sqlite_store_lie_beside_it(store, track):
-    track("beside").open()
+    track("beside").runs.open()
     experiment = client(own_uri(store)).get_experiment_by_name("test")
     assert experiment.artifact_location == (store / "artifacts").as_uri()
 
