@@ -249,9 +249,9 @@ class _Chain:
         tokens = np.bincount(cell_of, weights=problem.lengths, minlength=num_rows * slots).astype(np.int64)
         sent = problem.sent_rows(tokens).reshape(num_rows * problem.num_blocks, -1).max(axis=1)
         loads = LayerLoads(problem, cell_of // (slots // problem.num_blocks), sent)
-        seed, whole = int(rng[0] >> np.uint64(1)), self.stop.progress(proposals)
-        time = self.stop.progress(0)  # looked at last: under wall time alone it is no less
-        room = PLACEMENT_SHARE * time if proposals and time >= whole else 0.0
+        seed, gone = int(rng[0] >> np.uint64(1)), self.stop.progress(proposals)
+        time_gone = self.stop.progress(0)  # looked at last: under wall time alone it is no less
+        room = PLACEMENT_SHARE * time_gone if proposals and time_gone >= gone else 0.0
         return place_rows(loads, starts, self.home, params, seed, lambda: self.stop.progress(0), room)
 
 

@@ -7,7 +7,7 @@ unit; keeping the three hottest ranks of each unit makes its delta O(U).
 Shape suffixes: U units (row x EP block), E experts, P EP ranks.
 
 Invariants: ``rank_of`` always holds exactly E / P experts of each rank (only swaps are made); ``LayerState`` is what
-``fill_layer`` would derive from ``rank_of``.
+``fill_layer`` would derive from ``rank_of``, but for which of several equal ranks it names.
 """
 
 from __future__ import annotations
