@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from costmodels.learned.predictor import OperationModel
+from costmodels.learned.prior import load_operation, save_operation
+from costmodels.learned.validation import HeldOut
 from costmodels.params import FitParams
-from costmodels.predictor import OperationModel
 from costmodels.tables import StepTables, npz_bytes
-from costmodels.transfer import load_operation, save_operation
-from costmodels.validation import HeldOut
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
 from profiler.files import content_hash, new_folder, read_json, write_bytes, write_json
 
@@ -152,7 +152,7 @@ class CostModel:
 
     def freeze(self, spec: ModelSpec, topology: Topology, max_tokens: int) -> StepTables:
         """Return integer-nanosecond tables for a model, topology and token cap."""
-        from costmodels.freeze import freeze_tables
+        from costmodels.freezing.freeze import freeze_tables
 
         return freeze_tables(self, spec, topology, max_tokens, tables_key(spec, topology, max_tokens))
 

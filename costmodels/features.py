@@ -1,8 +1,8 @@
 """What the cost of an operation depends on: raw features, their units, and what the trees see of them.
 
-An operation is one entry of :data:`costmodels.operations.OPERATIONS`: raw features (columns of the measurements), a
-physics baseline over them, and the inputs of the learned residual. Everything else (fitting, validation, files, tables)
-works from that entry, so a new operation is one new file.
+An operation is one entry of :data:`costmodels.operations.catalog.OPERATIONS`: raw features (columns of the
+measurements), a physics baseline over them, and the inputs of the learned residual. Everything else (fitting,
+validation, files, tables) works from that entry, so a new operation is one new file.
 
 Invariant: features are found by name, never by position; a missing, extra, non-finite or non-positive one is an error.
 """

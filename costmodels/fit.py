@@ -11,16 +11,25 @@ import numpy as np
 
 from costmodels.cost_model import CostModel, tables_key
 from costmodels.features import Columns, Operation, size_of
-from costmodels.freeze import freeze_tables, table_errors
-from costmodels.intervals import LEVEL, Intervals, calibrate, coverage
-from costmodels.operations import DIRECTIONS, OPERATIONS
+from costmodels.fit_prior import add_prior
+from costmodels.freezing.freeze import freeze_tables, table_errors
+from costmodels.learned.baseline import fit_baseline
+from costmodels.learned.intervals import LEVEL, Intervals, calibrate, coverage
+from costmodels.learned.predictor import OperationModel, Overrides
+from costmodels.learned.ranges import shape_ranges
+from costmodels.learned.residual import Mix, fit_residual
+from costmodels.learned.validation import (
+    LARGEST,
+    LARGEST_GROUPS,
+    SHAPES,
+    SIZES,
+    HeldOut,
+    hold_out,
+    size_groups,
+    with_mixes,
+)
+from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
 from costmodels.params import FitParams
-from costmodels.predictor import OperationModel, Overrides
-from costmodels.ranges import shape_ranges
-from costmodels.residual import Mix, fit_residual
-from costmodels.roofline import fit_baseline
-from costmodels.transfer_fit import add_prior
-from costmodels.validation import LARGEST, LARGEST_GROUPS, SHAPES, SIZES, HeldOut, hold_out, size_groups, with_mixes
 from profiler import (
     DeviceFingerprint,
     Measurements,

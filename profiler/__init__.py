@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from profiler.device import DeviceFingerprint, Match, compare_fingerprints, fingerprint_device
+from profiler.device.fingerprint import DeviceFingerprint, Match, compare_fingerprints, fingerprint_device
 from profiler.errors import RoutePackError
 from profiler.measurements import Measurements
 from profiler.model_spec import SHIPPED_MODELS, ModelSpec, load_model
 from profiler.observer import Observer
 from profiler.params import ProfileParams
-from profiler.published import import_published
+from profiler.published.rows import import_published
 from profiler.sweep import profile_device
 from profiler.topology import Topology
 

@@ -10,15 +10,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from profiler.backends import TorchBackend
-from profiler.cases import DIRECTIONS, Case
-from profiler.design import Design
+from profiler.cases.case import DIRECTIONS, Case
+from profiler.cases.design import Design
+from profiler.cases.doubt import doubtful_cases, faster
+from profiler.cases.rounds import Chooser, EvenChooser, Round
+from profiler.device.backend import TorchBackend
 from profiler.errors import RoutePackError
-from profiler.flags import doubtful_cases, faster
 from profiler.journal import Journal
 from profiler.observer import Observer
 from profiler.params import ProfileParams
-from profiler.rounds import Chooser, EvenChooser, Round
 from profiler.steadiness import anchor_of, time_anchor
 from profiler.timer import time_case
 

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from profiler.device import DeviceFingerprint, compare_fingerprints
+from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
 from profiler.files import canonical_json
 from profiler.measurements import FILE_NAME

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from profiler.cases import Case, attention_features
+from profiler.cases.case import Case, attention_features
+from profiler.cases.estimates import Rates, forward_flops
+from profiler.kernels.works import WORKS
 from profiler.params import ProfileParams
-from profiler.work import Rates, forward_flops
-from profiler.works import WORKS
 
 if TYPE_CHECKING:
-    from profiler.backends import TorchBackend
+    from profiler.device.backend import TorchBackend
 
 PROBE_SIZE = {"cpu": 512, "cuda": 4096}
 PROBE_HEADS = (8, 8, 64, 64)

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from profiler.backends import TorchBackend
-from profiler.cases import Case
-from profiler.cpu_use import cpu_use, foreign_share
+from profiler.cases.case import Case
+from profiler.device.backend import TorchBackend
+from profiler.device.cpu_use import cpu_use, foreign_share
+from profiler.device.readings import slowdowns
 from profiler.journal import Journal
 from profiler.params import ProfileParams
-from profiler.readings import slowdowns
 from profiler.timer import time_case
 
 WARM_UP_S = {"cpu": 0.1, "cuda": 1.0}

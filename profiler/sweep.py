@@ -10,34 +10,34 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from profiler.backends import TorchBackend
-from profiler.collectives import Stage, measure_links, run_exchanges
+from profiler.cases.design import Design, design_cases
+from profiler.cases.doubt import DOUBT, doubtful_cases
+from profiler.cases.estimates import Rates
+from profiler.cases.rounds import Chooser
+from profiler.cases.seen import Seen
 from profiler.compute_sweep import run_cases
-from profiler.design import Design, design_cases
-from profiler.device import DeviceFingerprint, fingerprint_device
+from profiler.device.backend import TorchBackend
+from profiler.device.fingerprint import DeviceFingerprint, fingerprint_device
 from profiler.errors import RoutePackError
-from profiler.exchange_cases import design_exchanges, group_sizes
 from profiler.files import content_hash, file_hash
-from profiler.flags import DOUBT, doubtful_cases
 from profiler.journal import FORMAT, JOURNAL_NAME, Journal
 from profiler.measurements import SCHEMA_VERSION, Measurements
 from profiler.model_spec import ModelSpec
 from profiler.observer import Observer
 from profiler.params import FLOAT8, ProfileParams
-from profiler.ranks import Ranks
-from profiler.rates import measure_rates
-from profiler.rounds import Chooser
-from profiler.seen import Seen
-from profiler.slow_ranks import (
+from profiler.ranks.collectives import Stage, measure_links, run_exchanges
+from profiler.ranks.exchange_cases import design_exchanges, group_sizes
+from profiler.ranks.ranks import Ranks
+from profiler.ranks.slow_ranks import (
     check_alike,
     relative_times,
     speed_cases,
     time_speeds,
     warn_of_slow_ranks,
 )
+from profiler.rates import measure_rates
 from profiler.steadiness import Watch, drift, steadiness, warn_of_problems
 from profiler.topology import Topology
-from profiler.work import Rates
 
 RUNS_OF_A_CASE = 2
 """Warm-up runs that an exchange must afford besides its least repeats."""

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profiler.cases import DIRECTIONS, Case
+from profiler.cases.case import DIRECTIONS, Case
+from profiler.kernels.works import WORKS
 from profiler.params import ProfileParams
-from profiler.works import WORKS
 
 if TYPE_CHECKING:
-    from profiler.backends import TorchBackend
+    from profiler.device.backend import TorchBackend
 
 STEADY = 0.10
 """Two warm-up runs within this share of one another count as steady."""

@@ -6,7 +6,7 @@ Training jobs use ``load_planner(bundle).plan(batch)``; importing this package n
 from profiler.errors import RoutePackError
 from routepack_tune.api import deploy, fit, plan, profile, tune
 from routepack_tune.bundle import Planner, load_planner
-from routepack_tune.traces import list_step_files, load_step_batch, save_step_batch
+from routepack_tune.steps.traces import list_step_files, load_step_batch, save_step_batch
 
 __all__ = [
     "Planner",

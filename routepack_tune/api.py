@@ -18,9 +18,9 @@ from routepack_tune.config import Config, load_config
 from routepack_tune.costmodel_files import cost_model_header, fingerprint_of, tables_of
 from routepack_tune.drift import check
 from routepack_tune.progress import is_first_rank
-from routepack_tune.study import COST_MODEL_FILE
-from routepack_tune.traces import check_cap, load_step_batch
-from routepack_tune.tuning import deploy, rollback, tune
+from routepack_tune.steps.traces import check_cap, load_step_batch
+from routepack_tune.study.folder import COST_MODEL_FILE
+from routepack_tune.study.verbs import deploy, rollback, tune
 from routepack_tune.version import version
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def profile(
         asked = [flag for flag, value in given.items() if value]
         measurements = _import_published(published, out, asked, settings.profile.exchange)
     if report and is_first_rank():
-        from routepack_tune.profile_report import write_profile_report
+        from routepack_tune.reports.profile import write_profile_report
 
         write_profile_report(measurements, out)
     return measurements
@@ -77,9 +77,9 @@ def _profile_here(
     steps: Sequence[Path | str],
 ) -> Measurements:  # fmt: skip
     from costmodels import CostModel
-    from costmodels.rounds import KMeansChooser
+    from costmodels.choose import KMeansChooser
     from profiler import fingerprint_device, profile_device
-    from routepack_tune.seen import seen_of_steps
+    from routepack_tune.steps.seen import seen_of_steps
 
     seen = seen_of_steps(steps, settings)
     siblings = [CostModel.load(folder) for folder in prior]
@@ -131,9 +131,9 @@ def fit(
     """
     from costmodels import CostModel, fit_cost_model
     from profiler import Measurements
-    from routepack_tune.fit_report import write_fit_report
-    from routepack_tune.fit_tracking import track_fit
-    from routepack_tune.tracking import tracking_uri
+    from routepack_tune.reports.fit import write_fit_report
+    from routepack_tune.tracking.fit_tracking import track_fit
+    from routepack_tune.tracking.store import tracking_uri
 
     settings = load_config(config)
     check_replaceable(out, COST_MODEL_FILE)

@@ -59,7 +59,7 @@ class Planner:
         RoutePackError
             Naming the sample, the layer and the value that cannot be right.
         """
-        from routepack_tune.traces import batch_from_arrays
+        from routepack_tune.steps.traces import batch_from_arrays
 
         return batch_from_arrays(arrays, self.spec)
 
@@ -85,7 +85,7 @@ class Planner:
             A budget (``search.MaxIterations`` or ``search.MaxRuntime``); None: the tuned number of iterations.
         """
         from profiler import Observer
-        from routepack_tune.traces import check_cap, load_step_batch
+        from routepack_tune.steps.traces import check_cap, load_step_batch
         from search import plan_step
 
         source = "step batch"
@@ -200,7 +200,7 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
 
 def _local_folder(path: Path | str) -> Path:
     if str(path).startswith("models:/"):
-        from routepack_tune.registry import download_bundle
+        from routepack_tune.tracking.registry import download_bundle
 
         return download_bundle(str(path))
     folder = Path(path)

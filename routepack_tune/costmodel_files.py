@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from profiler.errors import RoutePackError
 from profiler.files import read_json
 from routepack_tune.config import Config
-from routepack_tune.study import COST_MODEL_FILE
+from routepack_tune.study.folder import COST_MODEL_FILE
 
 if TYPE_CHECKING:
     from costmodels import StepTables

@@ -21,7 +21,7 @@ import numpy as np
 from profiler.errors import RoutePackError
 from profiler.files import file_hash, write_json
 from routepack_tune.bundle import PLANNER_FILE, Planner, check_replaceable, load_planner, write_bundle
-from routepack_tune.drift_report import (
+from routepack_tune.reports.drift import (
     LEAST_COMPARED,
     LEAST_TIMED,
     Comparison,
@@ -30,9 +30,9 @@ from routepack_tune.drift_report import (
     median_interval,
     trend_interval,
 )
-from routepack_tune.step_times import StepTimes, read_step_times
-from routepack_tune.traces import check_cap, list_step_files, load_step_batch
-from routepack_tune.workload import (
+from routepack_tune.steps.step_times import StepTimes, read_step_times
+from routepack_tune.steps.traces import check_cap, list_step_files, load_step_batch
+from routepack_tune.steps.workload import (
     WORKLOAD_SCHEMA_VERSION,
     Shift,
     compare_workloads,
@@ -63,7 +63,7 @@ def check(
     Parameters
     ----------
     times
-        Measured steps (see :mod:`routepack_tune.step_times`); steps without a plan are planned again with the bundle.
+        Measured steps (:mod:`routepack_tune.steps.step_times`); steps without a plan are planned again with the bundle.
     refit
         Folder of a new bundle whose times are corrected by the measured steps. Where the evidence is too weak nothing
         is written and the report says why.
@@ -117,7 +117,7 @@ def stated_half_log(header: Mapping[str, Any]) -> dict[str, float]:
 
 def _local_folder(bundle: Path | str) -> Path:
     if str(bundle).startswith("models:/"):
-        from routepack_tune.registry import download_bundle
+        from routepack_tune.tracking.registry import download_bundle
 
         return download_bundle(str(bundle))
     return Path(bundle)
@@ -257,7 +257,7 @@ def _comparison(log_ratios: np.ndarray) -> Comparison:
 def _prediction(planner: Planner, blocks_SBC: np.ndarray, measured_S: np.ndarray, given: int) -> Prediction | None:
     if not measured_S.size:
         return None
-    from costmodels.rescale import COMPONENTS
+    from costmodels.freezing.rescale import COMPONENTS
 
     totals_SB = blocks_SBC.sum(axis=2)
     log_error = np.log(measured_S / totals_SB.max(axis=1))
@@ -332,7 +332,7 @@ def _refitted(
     steps: tuple[np.ndarray, np.ndarray, np.ndarray], evidence: Mapping[str, str], device: str,
 ) -> DriftReport:  # fmt: skip
     """Correct the times and write the new bundle, or say in the report why not."""
-    from costmodels.rescale import fit_rescale, rescaled_tables
+    from costmodels.freezing.rescale import fit_rescale, rescaled_tables
 
     if device:
         return replace(report, refit_refused=f"Refit refused: {device}. Profile this device.")

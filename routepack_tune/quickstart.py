@@ -19,11 +19,11 @@ from profiler import Observer, RoutePackError
 from profiler.files import write_bytes, write_json
 from routepack_tune import api
 from routepack_tune.bundle import load_planner
-from routepack_tune.comparison import Outcome, compare_planners, loads_before_and_after
 from routepack_tune.config import load_config
-from routepack_tune.generator import WorkloadParams, make_step_batch
-from routepack_tune.study import read_study
-from routepack_tune.traces import load_step_batch, save_step_batch
+from routepack_tune.reports.comparison import Outcome, compare_planners, loads_before_and_after
+from routepack_tune.steps.generator import WorkloadParams, make_step_batch
+from routepack_tune.steps.traces import load_step_batch, save_step_batch
+from routepack_tune.study.folder import read_study
 
 MARKER = "quickstart.json"
 STAGES = ("steps", "measurements", "costmodel", "study", "bundle")
@@ -124,8 +124,8 @@ def _compare(out: Path) -> list[Outcome]:
 
 
 def _report(out: Path, config: Path, outcomes: list[Outcome]) -> Path:
-    from routepack_tune.figures import tuning_history
-    from routepack_tune.report import Report, parities_of, write_report
+    from routepack_tune.reports.figures import tuning_history
+    from routepack_tune.reports.quickstart import Report, parities_of, write_report
     from search import Plan
 
     planner = load_planner(out / "bundle")

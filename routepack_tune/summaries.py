@@ -11,9 +11,9 @@ import numpy as np
 if TYPE_CHECKING:
     from costmodels import CostModel
     from profiler import Measurements
-    from routepack_tune.comparison import Outcome
-    from routepack_tune.drift_report import DriftReport
     from routepack_tune.quickstart import QuickstartResult
+    from routepack_tune.reports.comparison import Outcome
+    from routepack_tune.reports.drift import DriftReport
     from search import Plan
 
 
@@ -69,7 +69,7 @@ def _rounds_lines(meta: Mapping[str, Any]) -> list[str]:
 
 def cost_model_summary(model: CostModel, out: Path) -> str:
     """Say how far predictions of unseen cases are off, and what is assumed."""
-    from routepack_tune.fit_report import REPORT_FILE, error_table
+    from routepack_tune.reports.fit import REPORT_FILE, error_table
 
     lines = [f"Cost model: {out}", *(f"  {line}" for line in error_table(model.validation))]
     for name, found in model.validation.items():

@@ -1,6 +1,6 @@
 """Find the plan: packing and placement of one optimizer step, and the settings of the search."""
 
-from search.baselines import (
+from search.baselines.catalog import (
     BASELINES,
     DEFAULT_BASELINE,
     SEARCH_BASELINES,
@@ -11,14 +11,14 @@ from search.baselines import (
 from search.bounds import lower_bound_ns
 from search.evaluate import Evaluation, balanced_ns, evaluate
 from search.joint import plan_step
-from search.objective import BatchScore
 from search.params import TUNABLE, PlannerParams, Range
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem, check_lengths
 from search.stop import FirstOf, GapBelow, MaxIterations, MaxRuntime, NoImprovement, StopCriterion
 from search.stream import StreamingPlanner
-from search.tune_task import TrialObserver, TuneParams, TuneTask
-from search.tuner import run_study
+from search.tuning.objective import BatchScore
+from search.tuning.study import run_study
+from search.tuning.task import TrialObserver, TuneParams, TuneTask
 
 __all__ = [
     "BASELINES",

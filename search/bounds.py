@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.construct import least_rows
+from search.packing.bins import least_rows
 from search.problem import Problem
 
 

@@ -20,9 +20,12 @@ import numpy as np
 from costmodels import StepTables
 from profiler import ModelSpec, Observer, RoutePackError, Topology
 from search.bounds import lower_bound_ns
-from search.construct import identity_placement, least_rows, pack_ffd
 from search.evaluate import Evaluation, evaluate
-from search.movement import (
+from search.packing.bins import identity_placement, least_rows, pack_ffd
+from search.packing.packer import LEG_PROPOSALS, PackChain, pack_costs
+from search.packing.seeds import equalised, pack_balanced, pack_staircase
+from search.params import PlannerParams
+from search.placement.movement import (
     Residence,
     expert_bytes,
     expert_move_ns,
@@ -32,13 +35,10 @@ from search.movement import (
     relabelled,
     residence_of,
 )
-from search.packer import LEG_PROPOSALS, PackChain, pack_costs
-from search.params import PlannerParams
-from search.placer import PLACEMENT_SHARE, LayerLoads, first_ranks, place_rows
+from search.placement.placer import PLACEMENT_SHARE, LayerLoads, first_ranks, place_rows
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem
 from search.random_bits import seed_state
-from search.seeds import equalised, pack_balanced, pack_staircase
 from search.stop import StopCriterion, with_budget
 
 SEEDS = (pack_balanced, pack_staircase)

@@ -15,8 +15,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import routepack_tune as rt
-from routepack_tune.comparison import compare_planners, loads_before_and_after
-from routepack_tune.figures import plot_rank_load, plot_time_split
+from routepack_tune.reports.comparison import compare_planners, loads_before_and_after
+from routepack_tune.reports.figures import plot_rank_load, plot_time_split
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "before-after.png"
 

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 import routepack_tune as rt
-from routepack_tune.comparison import Outcome, compare_planners
-from routepack_tune.figures import plot_time_split, save_png
+from routepack_tune.reports.comparison import Outcome, compare_planners
+from routepack_tune.reports.figures import plot_time_split, save_png
 
 HERE = Path(__file__).parent
 CONFIG = """\

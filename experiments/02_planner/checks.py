@@ -21,10 +21,10 @@ from records import CheckRecord
 from regimes import HERE, Instance, Regime, load_instance, load_tables, with_layers, with_prompts
 
 from search import Plan, PlannerParams
-from search.construct import identity_placement, lpt_placement
 from search.joint import SEEDS, row_candidates
-from search.movement import ranks_of_slots
-from search.packer import PackChain, pack_costs
+from search.packing.bins import identity_placement, lpt_placement
+from search.packing.packer import PackChain, pack_costs
+from search.placement.movement import ranks_of_slots
 from search.random_bits import seed_state
 
 DRIFT_STEPS, DRIFT_SEEDS, DRIFT_BUDGET_S = 10, 2, 2.0

@@ -15,7 +15,7 @@ from typing import Any
 from methods import OURS
 from records import CheckRecord, PlanRecord
 
-from routepack_tune.figures import AFTER, EXPERTS, INK, REST, new_figure, save_png, styled
+from routepack_tune.reports.figures import AFTER, EXPERTS, INK, REST, new_figure, save_png, styled
 
 
 @dataclass(frozen=True, slots=True)

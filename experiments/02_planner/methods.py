@@ -16,8 +16,8 @@ from records import PlanRecord
 from regimes import Instance, Regime, all_regimes, load_instance
 
 from search import BASELINES, MaxRuntime, Plan, PlannerParams, plan_step
-from search.baselines import PACKINGS, PLACEMENTS, SEARCH_BASELINES, price_packing
-from search.published import largest_cell_tokens
+from search.baselines.catalog import PACKINGS, PLACEMENTS, SEARCH_BASELINES, price_packing
+from search.baselines.frameworks import largest_cell_tokens
 
 OURS = "RoutePack-Tune"
 OUR_BUDGETS_S = (0.5, 2.0)

@@ -1,7 +1,7 @@
 """What is planned: the named regimes of synthetic step batches, the real batches, and their frozen cost tables.
 
 Names, shapes, caps and topologies are those of the project's workload table (README.md beside this file). The generator
-is ``routepack_tune.generator``; all that it makes is synthetic. Times come from published H200 timings.
+is ``routepack_tune.steps.generator``; all that it makes is synthetic. Times come from published H200 timings.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import routepack_tune
 from costmodels import CostModel, StepTables, fit_cost_model, tables_key
 from profiler import ModelSpec, Topology, import_published, load_model
 from routepack_tune import load_step_batch
-from routepack_tune.generator import WorkloadParams, make_step_batch
+from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from search import Problem, StepBatch, balanced_ns, build_problem, lower_bound_ns
-from search.construct import least_rows
+from search.packing.bins import least_rows
 
 HERE = Path(__file__).parent
 CACHE = HERE.parent / ".cache"

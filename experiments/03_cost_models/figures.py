@@ -11,8 +11,8 @@ from plans import BASELINE, MODEL, TOKENS
 from records import CheckRecord, ErrorRecord
 from summary import contestants_of, plan_medians
 
-from routepack_tune.figures import AFTER, BEFORE, EXPERTS, INK, new_figure, save_png, styled
-from routepack_tune.fit_figures import colour_of
+from routepack_tune.reports.figures import AFTER, BEFORE, EXPERTS, INK, new_figure, save_png, styled
+from routepack_tune.reports.fit_figures import colour_of
 
 
 def draw_errors(records: Sequence[ErrorRecord], path: Path) -> None:

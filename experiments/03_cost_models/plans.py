@@ -19,13 +19,13 @@ from raw_curves import RawCurves
 from records import CheckRecord
 
 from costmodels import CostModel, StepTables, lookup_many_ns
-from costmodels.freeze import Pricer
+from costmodels.freezing.freeze import Pricer
 from costmodels.tables import table_nodes
 from profiler import ModelSpec, Topology, load_model
 from routepack_tune import load_step_batch
-from routepack_tune.generator import WorkloadParams, make_step_batch
+from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from search import MaxIterations, Plan, StepBatch, build_problem, plan_step
-from search.baselines import price_packing
+from search.baselines.catalog import price_packing
 
 CHECK = "plans"
 GPU = "H200"

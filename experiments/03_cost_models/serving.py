@@ -13,12 +13,12 @@ from numba import njit
 from records import CheckRecord
 
 from costmodels import CostModel, StepTables, lookup_ns
-from costmodels.freeze import table_errors
-from costmodels.operations import OPERATIONS
-from costmodels.residual import fit_residual
-from costmodels.roofline import fit_baseline
+from costmodels.freezing.freeze import table_errors
+from costmodels.learned.baseline import fit_baseline
+from costmodels.learned.residual import fit_residual
+from costmodels.operations.catalog import OPERATIONS
 from profiler import load_model
-from routepack_tune.fit_figures import coverages
+from routepack_tune.reports.fit_figures import coverages
 
 CHECK, FITTED = "serving", "fitted"
 LOOKUPS = 20_000_000

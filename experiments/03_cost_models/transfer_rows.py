@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from costmodels import CostModel, FitParams
-from costmodels.design import choose_points, random_points
 from costmodels.features import Columns
 from costmodels.fit import fit_operation
-from costmodels.operations import OPERATIONS
-from costmodels.predictor import OperationModel
-from costmodels.transfer_fit import add_prior
-from costmodels.validation import family_groups
+from costmodels.fit_prior import add_prior
+from costmodels.learned.predictor import OperationModel
+from costmodels.learned.validation import family_groups
+from costmodels.operations.catalog import OPERATIONS
+from costmodels.points import choose_points, random_points
 from profiler import DeviceFingerprint, Measurements, Topology, import_published, load_model
 
 PAIRS = (("h200_sxm", "h100_sxm"), ("h100_sxm", "h200_sxm"))

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from costmodels import FitParams
+from costmodels.choose import KMeansChooser
 from costmodels.fit import fit_operation
-from costmodels.operations import DIRECTIONS, OPERATIONS
-from costmodels.rounds import KMeansChooser
+from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
 from profiler import Measurements, ModelSpec, ProfileParams, Topology, profile_device
-from profiler.rounds import EvenChooser
+from profiler.cases.rounds import EvenChooser
 
 NAMES = ("op", "direction", "points", "held_out_cases", "median_pct", "p90_pct", "spread_pct")
 SPEC = ModelSpec.from_config({

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from costmodels import CostModel, FitParams
-from costmodels.design import choose_points, random_points
+from costmodels.choose import FIRST_POINTS, MORE_POINTS, batches
 from costmodels.features import Columns
 from costmodels.fit import fit_operation
-from costmodels.kernel import fit_kernel
-from costmodels.operations import OPERATIONS
-from costmodels.rounds import FIRST_POINTS, MORE_POINTS, batches
-from costmodels.transfer_fit import add_prior
+from costmodels.fit_prior import add_prior
+from costmodels.learned.smooth import fit_kernel
+from costmodels.operations.catalog import OPERATIONS
+from costmodels.points import choose_points, random_points
 from profiler import DeviceFingerprint, Measurements, Topology, import_published, load_model
-from profiler.cases import Case
+from profiler.cases.case import Case
 
 GPUS = {"h200_sxm": "h100_sxm", "h100_sxm": "h200_sxm"}
 """Each GPU and the sibling whose cost model is its prior."""

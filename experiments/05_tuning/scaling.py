@@ -21,9 +21,9 @@ from pathlib import Path
 import studies
 from regimes import SHARED, all_regimes
 
-from search.study_storage import choose_storage, open_study
-from search.tune_task import TuneTask
-from search.workers import run_workers
+from search.tuning.storage import choose_storage, open_study
+from search.tuning.task import TuneTask
+from search.tuning.workers import run_workers
 
 APART = 10
 """Proposals between two settings; Optuna takes settings nearer than 1e-5 of their value for the same."""

@@ -21,9 +21,9 @@ from regimes import CACHE, Regime, load_tables  # noqa: E402
 from costmodels import CostModel, StepTables, fit_cost_model, tables_key  # noqa: E402
 from profiler import Observer, import_published  # noqa: E402
 from search import PlannerParams, StepBatch, TuneParams, TuneTask, run_study  # noqa: E402
-from search.holdout import Interval, bootstrap_gain  # noqa: E402
-from search.objective import Scorer, scores_of_json  # noqa: E402
-from search.study_storage import choose_storage, open_study  # noqa: E402
+from search.tuning.holdout import Interval, bootstrap_gain  # noqa: E402
+from search.tuning.objective import Scorer, scores_of_json  # noqa: E402
+from search.tuning.storage import choose_storage, open_study  # noqa: E402
 
 FOLDER = CACHE / "05_tuning"
 BATCHES, HELD_OUT = 10, 4

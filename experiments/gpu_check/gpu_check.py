@@ -19,17 +19,17 @@ from pathlib import Path
 import numpy as np
 
 from costmodels import CostModel
-from costmodels.operations import OPERATIONS
+from costmodels.operations.catalog import OPERATIONS
 from profiler import Measurements, ProfileParams, fingerprint_device
-from profiler.backends import TorchBackend
-from profiler.cases import FEATURES, Case
+from profiler.cases.case import FEATURES, Case
+from profiler.cases.estimates import Rates, case_bytes, case_seconds
+from profiler.device.backend import TorchBackend
 from profiler.files import write_json
 from profiler.timer import time_case
-from profiler.work import Rates, case_bytes, case_seconds
 from routepack_tune import api
 from routepack_tune.config import load_config
-from routepack_tune.generator import WorkloadParams, make_step_batch
-from routepack_tune.traces import save_step_batch
+from routepack_tune.steps.generator import WorkloadParams, make_step_batch
+from routepack_tune.steps.traces import save_step_batch
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "routepack_tune" / "example" / "timings" / "h200_sxm"

@@ -7,7 +7,7 @@ import pytest
 
 from costmodels import FitParams, fit_cost_model
 from profiler import DeviceFingerprint, Measurements, ModelSpec, Topology
-from profiler.cases import case_id, causal_pairs
+from profiler.cases.case import case_id, causal_pairs
 
 SYNTHETIC_SHAPES = (
     (8, 1024, 512, 64),

@@ -5,12 +5,12 @@ import pytest
 from oracles import experts_slow
 
 from profiler import ProfileParams
-from profiler.attention import packed_starts
-from profiler.cases import Case, attention_features, experts_features, linear_attention_features
-from profiler.works import WORKS
+from profiler.cases.case import Case, attention_features, experts_features, linear_attention_features
+from profiler.kernels.attention import packed_starts
+from profiler.kernels.works import WORKS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-backends = pytest.importorskip("profiler.backends")
+backends = pytest.importorskip("profiler.device.backend")
 timer = pytest.importorskip("profiler.timer")
 
 HALF_EMPTY = (162, 0, 2577, 446, 0, 83)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from profiler import ProfileParams
-from profiler.cases import Case
-from profiler.cpu_use import CpuUse, cpu_use, foreign_share
+from profiler.cases.case import Case
+from profiler.device.cpu_use import CpuUse, cpu_use, foreign_share
+from profiler.device.readings import parse_readings, slowdowns
 from profiler.journal import Journal
-from profiler.readings import parse_readings, slowdowns
 from profiler.steadiness import (
     Watch,
     clock_fall,
@@ -26,7 +26,7 @@ from profiler.steadiness import (
 from profiler.timer import time_case
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-backends = pytest.importorskip("profiler.backends")
+backends = pytest.importorskip("profiler.device.backend")
 
 PARAMS = ProfileParams(dtype="float32", threads=1, repeats=3, min_repeats=2, max_case_seconds=0.2)
 ANCHOR = Case("dense", "", {"tokens": 128, "n": 256, "k": 256})

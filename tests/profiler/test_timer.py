@@ -1,11 +1,11 @@
 import pytest
 
 from profiler import ProfileParams
-from profiler.cases import Case, experts_features
+from profiler.cases.case import Case, experts_features
 from profiler.timer import WORKS, time_case
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-backends = pytest.importorskip("profiler.backends")
+backends = pytest.importorskip("profiler.device.backend")
 
 PARAMS = ProfileParams(dtype="float32", threads=1, repeats=3, min_repeats=2, max_case_seconds=0.2)
 CASE = Case("dense", "", {"tokens": 4, "n": 8, "k": 8})

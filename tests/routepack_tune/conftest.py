@@ -16,8 +16,8 @@ from profiler import fingerprint_device
 from profiler.files import write_json
 from routepack_tune import tune
 from routepack_tune.config import load_config
-from routepack_tune.generator import WorkloadParams, make_step_batch
-from routepack_tune.traces import save_step_batch
+from routepack_tune.steps.generator import WorkloadParams, make_step_batch
+from routepack_tune.steps.traces import save_step_batch
 from search import TUNABLE, Range
 
 MODEL = {

@@ -1,0 +1,179 @@
+"""Choose what a sweep times next: k-means over the features, more where held-out errors are above the target.
+
+Every class of cases has one fixed succession of batches, a function of the pool and the seed alone. The first batch
+holds both ends of every range, a case of every pattern, and centres of k-means clusters, half of them among the user's
+own steps where those are known; each later one holds more centres, with what came before as clusters of its own. Times
+decide only how many batches an operation gets: a killed sweep therefore goes on with the same cases.
+
+The error of an operation is that of :func:`costmodels.fit.fit_operation`, joined to the priors where there are any:
+median over rows held out by size, the worse of both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from costmodels.cost_model import CostModel
+from costmodels.features import Columns, Operation
+from costmodels.fit import fit_operation
+from costmodels.fit_prior import add_prior
+from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
+from costmodels.params import FitParams
+from costmodels.points import choose_points, every_end
+from profiler import DeviceFingerprint, ProfileParams
+from profiler.cases.case import Case
+from profiler.cases.design import SEEN
+from profiler.cases.doubt import doubtful_cases
+from profiler.cases.rounds import Round, by_class, even_choice, points_by_class
+from profiler.files import arrays_hash
+
+FIRST_POINTS = 20
+"""Cases of a class in the first batch: with a sibling's prior they mostly suffice."""
+MORE_POINTS = 10
+SEEN_SHARE = 0.5
+"""Part of a batch's cluster centres that is sought among the user's own steps."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class KMeansChooser:
+    """Choose rounds for :func:`profiler.profile_device`; ``priors`` are cost models of sibling devices."""
+
+    def __init__(
+        self, params: FitParams | None = None, priors: Sequence[CostModel] = (),
+        fingerprint: DeviceFingerprint | None = None,
+    ) -> None:  # fmt: skip
+        if priors and fingerprint is None:
+            raise ValueError("Expected the fingerprint of this device with priors, got None.")
+        self.params, self.priors, self.fingerprint = params or FitParams(), tuple(priors), fingerprint
+        self._known: dict[str, float | None] = {}
+        """Errors by the hash of the rows they were found on."""
+
+    def next_round(
+        self, pool: Sequence[Case], timed: Collection[Case], rows: Iterable[Mapping[str, Any]], params: ProfileParams
+    ) -> Round:
+        """Return what completes the batches begun; when all are, the next of operations above the target error."""
+        done = {id(case) for case in timed}
+        caps = points_by_class(pool, params.max_points)
+        successions = [
+            (key[0], list(batches(OPERATIONS.get(key[0]), cases, caps[key], params.seed)))
+            for key, cases in by_class(pool).items()
+        ]
+        left = [
+            (op, [missing for batch in succession if (missing := [case for case in batch if id(case) not in done])])
+            for op, succession in successions
+        ]
+        begun = [case for op, succession in successions for case in _begun(succession, done)]
+        if begun:
+            return Round(_in_order(pool, begun))
+        errors = self.errors_pct(list(rows))
+        above = {op for op, _ in successions if not errors.get(op, np.inf) <= params.target_error}
+        if not above:
+            return Round(errors_pct=errors, stopped_by="target_error")
+        cases = [case for op, missing in left if op in above and missing for case in missing[0]]
+        return Round(_in_order(pool, cases), errors, "" if cases else "max_points")
+
+    def errors_pct(self, rows: Rows) -> dict[str, float]:
+        """Return every operation's held-out median error, percent; those with too few rows to judge are absent."""
+        doubts = doubtful_cases(rows)
+        found: dict[str, float] = {}
+        for op, operation in OPERATIONS.items():
+            errors = []
+            for direction in DIRECTIONS:
+                columns = _columns(operation, direction, rows, doubts)
+                if columns:
+                    errors.append(self._error_pct(operation, direction, columns))
+            known = [error for error in errors if error is not None]
+            if errors and len(known) == len(errors):
+                found[op] = max(known)
+        return found
+
+    def _error_pct(self, operation: Operation, direction: str, columns: Columns) -> float | None:
+        key = arrays_hash(**columns) + operation.name + direction
+        if key not in self._known:
+            model, held_out = fit_operation(operation, direction, columns, self.params)
+            if self.priors and self.fingerprint is not None:
+                _, held_out = add_prior(model, held_out, columns, self.params, self.fingerprint, self.priors)
+            self._known[key] = (
+                None if held_out is None else 100.0 * float(np.median(np.abs(held_out.model_us / held_out.true_us - 1)))
+            )
+        return self._known[key]
+
+
+def batches(operation: Operation | None, cases: Sequence[Case], cap: int, seed: int) -> Iterator[list[Case]]:
+    """Yield the batches of one class, at most ``cap`` cases in all; ``cases`` in an order that is always the same."""
+    if operation is None:
+        # Timed, but priced by nothing yet: no error will ever say that it needs less.
+        yield even_choice(cases, cap)
+        return
+    filled = [all(case.features[name] > 0 or name in operation.zero_allowed for name in operation.features)
+              for case in cases]  # fmt: skip
+    empty = [case for case, mark in zip(cases, filled, strict=True) if not mark][:1]
+    some = [case for case, mark in zip(cases, filled, strict=True) if mark]
+    columns = {name: np.array([case.features[name] for case in some], dtype=np.float64) for name in operation.features}
+    chosen = _ends_and_patterns(operation, some, columns)[: max(1, min(FIRST_POINTS, cap) - len(empty))]
+    more = min(FIRST_POINTS, cap) - len(empty) - len(chosen)
+    chosen += _centres(operation, some, columns, chosen, more, seed)
+    yield empty + [some[i] for i in chosen]
+    while (more := min(MORE_POINTS, cap - len(empty) - len(chosen), len(some) - len(chosen))) > 0:
+        fresh = _centres(operation, some, columns, chosen, more, seed)
+        yield [some[i] for i in fresh]
+        chosen += fresh
+
+
+def _ends_and_patterns(operation: Operation, cases: Sequence[Case], columns: Columns) -> list[int]:
+    chosen = every_end(operation, columns)
+    held = {cases[i].pattern for i in chosen}
+    patterns = np.array([case.pattern for case in cases])
+    for pattern in sorted(set(patterns.tolist()) - held):
+        members = np.flatnonzero(patterns == pattern)
+        among = {name: column[members] for name, column in columns.items()}
+        # The one case that stands for a pattern best is the centre of its only cluster.
+        size = np.log(np.stack([among[name] + 1.0 for name in operation.features]))
+        distance = ((size - np.median(size, axis=1, keepdims=True)) ** 2).sum(axis=0)
+        chosen.append(int(members[np.argmin(distance)]))
+    return chosen
+
+
+def _centres(
+    operation: Operation, cases: Sequence[Case], columns: Columns, chosen: list[int], count: int, seed: int
+) -> list[int]:
+    """Return ``count`` more positions, the user's own steps preferred."""
+    found: list[int] = []
+    own = [i for i, case in enumerate(cases) if case.pattern == SEEN]
+    wanted = min(round(count * SEEN_SHARE), len(own) - len(set(own) & set(chosen)))
+    if wanted > 0:
+        part = np.array(sorted({*own, *chosen}))
+        place = {int(i): at for at, i in enumerate(part)}
+        foreign = [place[i] for i in chosen]
+        among = {name: column[part] for name, column in columns.items()}
+        found = [int(part[i]) for i in choose_points(operation, among, wanted, seed, foreign)]
+    if count - len(found) > 0:
+        more = choose_points(operation, columns, count - len(found), seed, [*chosen, *found])
+        found += [int(i) for i in more]
+    return found
+
+
+def _begun(succession: list[list[Case]], done: set[int]) -> list[Case]:
+    """Return what is missing of the first batch, and of every batch up to the last that was begun."""
+    last = max((i for i, batch in enumerate(succession) if any(id(case) in done for case in batch)), default=0)
+    return [case for batch in succession[: last + 1] for case in batch if id(case) not in done]
+
+
+def _in_order(pool: Sequence[Case], cases: Collection[Case]) -> tuple[Case, ...]:
+    wanted = {id(case) for case in cases}
+    return tuple(case for case in pool if id(case) in wanted)
+
+
+def _columns(operation: Operation, direction: str, rows: Rows, doubts: set[str]) -> Columns:
+    kept = [
+        row
+        for row in rows
+        if (row["op"], row["direction"], row["status"]) == (operation.name, direction, "ok")
+        and row["case_id"] not in doubts
+    ]
+    names = (*operation.features, "time_us")
+    return {name: np.array([row.get(name, 0) for row in kept], dtype=np.float64) for name in names} if kept else {}

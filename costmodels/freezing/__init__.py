@@ -1,0 +1,1 @@
+"""From predictors to integer-nanosecond tables."""

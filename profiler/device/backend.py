@@ -1,0 +1,288 @@
+"""The devices: one code with torch on CPU and CUDA; they differ in clock, attention kernel and free memory.
+
+``torch.nn.functional.grouped_mm`` runs on both. Attention is ``torch.nn.attention.varlen.varlen_attn`` on CUDA and
+``scaled_dot_product_attention`` per sequence on CPU. There is no simulated device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from profiler.device.facts import usable_cores
+from profiler.device.readings import read_cpu, read_gpu
+from profiler.errors import RoutePackError
+from profiler.params import FLOAT8, ProfileParams
+
+if TYPE_CHECKING:
+    import torch
+
+FLUSH_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Written between runs, so that every run starts from caches that hold something else."""
+MAX_WRITES = 8
+"""Most writes of that buffer before one run: enough to hide launches of half a millisecond on a fast card."""
+COVER = 1.5
+"""A flush lasts at least this many times as long as the host needs to launch the run behind it."""
+POOL_ELEMENTS = (1 << 21) + 7
+"""Normal numbers that are drawn once; every tensor is filled from them, shifted. Odd, so that rows do not repeat."""
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+"""Parameters of glibc's mallopt."""
+HEAVY_OPS = ("mm", "attention", "flash")
+"""An operation whose name holds one of these does the work; the rest moves or views."""
+LISTED_KERNELS = 3
+
+
+class TorchBackend:
+    """Run torch on one device with a fixed type and thread count.
+
+    Invariant: ``busy_s`` is the wall time spent inside flushes and runs, and nothing else.
+    """
+
+    def __init__(self, kind: str, params: ProfileParams) -> None:
+        try:
+            import torch
+        except ImportError:
+            raise RoutePackError(
+                "Profiling needs torch, which is not installed. Install routepack-tune with its dependencies, or "
+                "import --published timings."
+            ) from None
+        self.kind = kind
+        self.device = torch.device(kind)
+        wanted = "bfloat16" if params.dtype == FLOAT8 else params.dtype
+        self.dtype_name = _native_dtype(kind) if wanted == "auto" else wanted
+        self.dtype: torch.dtype = getattr(torch, self.dtype_name)
+        self.threads = params.threads or max(1, usable_cores() - 1)
+        self._flush = torch.empty(FLUSH_BYTES[kind], dtype=torch.uint8, device=self.device)
+        self.generator = torch.Generator(device=self.device).manual_seed(params.seed)
+        self._pool = torch.randn(POOL_ELEMENTS, dtype=self.dtype, device=self.device, generator=self.generator)
+        self._drawn = 0
+        self._writes, self._write_s = 1, 0.0
+        self.busy_s = 0.0
+        self.runs = 0
+        """Runs timed so far, warm-up included."""
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Hold the thread count for the time of a sweep, and give back the caller's."""
+        import torch
+
+        if self.kind == "cpu":
+            _keep_freed_memory()
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one number."""
+        return self.dtype.itemsize
+
+    def tensor(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Return a seeded normal tensor that wants a gradient."""
+        return self.filled(*shape, scale=scale).requires_grad_()
+
+    def filled(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Return a tensor of seeded normal numbers, copied from a pool: drawing them anew takes longer than the run."""
+        import torch
+
+        made = torch.empty(shape, dtype=self.dtype, device=self.device)
+        flat, filled = made.view(-1), 0
+        while filled < flat.numel():
+            count = min(flat.numel() - filled, POOL_ELEMENTS - self._drawn)
+            torch.mul(self._pool[self._drawn : self._drawn + count], scale, out=flat[filled : filled + count])
+            filled, self._drawn = filled + count, (self._drawn + count) % POOL_ELEMENTS
+        return made
+
+    @property
+    def flush_bytes(self) -> int:
+        """Bytes that one write of a flush touches."""
+        return self._flush.nbytes
+
+    def flush(self) -> None:
+        """Displace what the caches hold; on CUDA for long enough that the launches of the next run hide behind it."""
+        began = time.perf_counter()
+        for _ in range(self._writes):
+            self._flush.zero_()
+        self.busy_s += time.perf_counter() - began
+
+    def warm_up(self, seconds: float) -> None:
+        """Keep the device at work for so long: after idling, clocks first have to rise."""
+        import torch
+
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline:
+            self.flush()
+            if self.kind == "cuda":
+                self.busy_s -= time.perf_counter()
+                torch.cuda.synchronize()
+                self.busy_s += time.perf_counter()
+
+    def elapsed_us(self, run: Callable[[], Any]) -> float:
+        """Return the time of one run, whose result is freed after the clock stopped."""
+        return self.timed(run)[0]
+
+    def timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
+        """Return the time of one run and its result: events on CUDA, the performance counter on CPU.
+
+        On CUDA nothing waits between the flush before and the run: launches hide behind it, as they do in training.
+        """
+        import torch
+
+        self.runs += 1
+        began = time.perf_counter()
+        if self.kind == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            kept = run()
+            end.record()
+            launched = time.perf_counter()
+            end.synchronize()
+            elapsed = start.elapsed_time(end) * 1e3
+            self._cover(launched - began)
+        else:
+            kept = run()
+            elapsed = (time.perf_counter() - began) * 1e6
+        self.busy_s += time.perf_counter() - began
+        return float(elapsed), kept
+
+    def _cover(self, launch_s: float) -> None:
+        """Let the next flush last longer than the launches of a run like this one."""
+        import torch
+
+        if not self._write_s:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for event in (None, start, end):  # The first write only gets the device going.
+                if event is not start:
+                    self._flush.zero_()
+                if event is not None:
+                    event.record()
+            end.synchronize()
+            self._write_s = max(start.elapsed_time(end) * 1e-3, 1e-6)
+        self._writes = min(MAX_WRITES, max(1, math.ceil(COVER * launch_s / self._write_s)))
+
+    def free_bytes(self) -> int:
+        """Return the memory that is free now."""
+        import torch
+
+        if self.kind == "cuda":
+            return int(torch.cuda.mem_get_info()[0])
+        return _free_host_bytes()
+
+    def release(self) -> None:
+        """Give cached memory back after a case."""
+        import torch
+
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+
+    def readings(self) -> dict[str, float]:
+        """Return clock, temperature, power and throttle reasons of the device as numbers, as far as it tells them."""
+        if self.kind != "cuda":
+            return read_cpu()
+        import torch
+
+        return read_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+
+    def named(self, run: Callable[[], Any]) -> tuple[str, float, Any]:
+        """Return the names of what did the work in one run, its time as a warm-up run, and its result."""
+        if self.kind == "cuda":
+            found = self._device_kernels(run)
+            if found[0]:
+                return found
+            del found  # Its result makes room for the next.
+        with _recorder() as names:
+            elapsed, kept = self.timed(run)
+        heavy = sorted(name for name in names if any(word in name for word in HEAVY_OPS))
+        return " + ".join(heavy or sorted(names)[:LISTED_KERNELS]), elapsed, kept
+
+    def _device_kernels(self, run: Callable[[], Any]) -> tuple[str, float, Any]:
+        """Name the longest device kernels of one run and their number; no names where torch's profiler cannot tell."""
+        from torch.profiler import ProfilerActivity, profile
+
+        try:
+            with _quiet_stderr():
+                trace = profile(activities=[ProfilerActivity.CUDA])
+                trace.start()
+        except (RuntimeError, AssertionError):
+            return "", 0.0, None
+        names: list[str] = []
+        try:
+            elapsed, kept = self.timed(run)
+        finally:
+            with _quiet_stderr(), contextlib.suppress(RuntimeError, AttributeError):
+                trace.stop()
+                events = [event for event in trace.key_averages() if "CUDA" in str(event.device_type)]
+                events.sort(key=lambda event: -event.self_device_time_total)
+                names = [f"{event.key[:80]} x{event.count}" for event in events[:LISTED_KERNELS]]
+        return " + ".join(names), elapsed, kept
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what is freed, as long jobs come to: new pages are zeroed inside the run that touches them first.
+
+    When it gives memory back depends on what a process allocated before, so two sweeps of one machine would differ.
+    """
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such switch
+        tune = ctypes.CDLL(None).mallopt
+        tune(M_MMAP_MAX, 0)
+        tune(M_TRIM_THRESHOLD, 2**31 - 1)
+        tune(M_TOP_PAD, FLUSH_BYTES["cpu"])
+
+
+def _native_dtype(kind: str) -> str:
+    import torch
+
+    if kind == "cuda":
+        return "bfloat16"
+    # Private, and so absent in some versions: without an answer float32 is the safe choice.
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return "bfloat16" if any(probe is not None and probe() for probe in probes) else "float32"
+
+
+def _free_host_bytes() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as stream:
+            facts = dict(line.split(":", 1) for line in stream)
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@contextlib.contextmanager
+def _recorder() -> Iterator[set[str]]:
+    """Collect the names of the operations that torch dispatches meanwhile."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names: set[str] = set()
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        yield names
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    # The profiler's library writes notices to file descriptor 2, in the middle of a progress bar.
+    sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)

@@ -1,0 +1,1 @@
+"""The work itself: torch's kernels and those of libraries, one file per operation."""

@@ -1,0 +1,122 @@
+"""Variable-length causal attention of one cell: softmax(Q K^T) V over packed sequences.
+
+Shape suffixes: T packed tokens, H heads, G key-value heads, D head dimension, S tokens of one sequence, N blocks of a
+windowed sequence, W window.
+
+Where values are narrower than queries (multi-head latent shapes, 192 and 128) they are padded to the queries' width
+and the result is cut, inside the timed run: the flash kernels of both devices want one width, and trainers do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from profiler.cases.case import Case, filled
+
+if TYPE_CHECKING:
+    import torch
+
+    from profiler.device.backend import TorchBackend
+    from profiler.kernels.choose import Work
+
+    Core = Callable[..., torch.Tensor]
+    CoreOf = Callable[[Case, TorchBackend], Core]
+
+
+def attention_work(case: Case, backend: TorchBackend, core_of: CoreOf | None = None) -> Work:
+    """Return the run of an attention case and the tensors it is differentiated by.
+
+    ``core_of(case, backend)`` builds another core than torch's own: (queries, keys, values) -> outputs.
+    """
+    f = case.features
+    query_THD = backend.tensor(f["tokens"], f["num_heads"], f["qk_head_dim"])
+    key_TGD = backend.tensor(f["tokens"], f["num_kv_heads"], f["qk_head_dim"])
+    value_TGD = backend.tensor(f["tokens"], f["num_kv_heads"], f["v_head_dim"])
+    core = (core_of or (_varlen_core if backend.kind == "cuda" else _sequence_core))(case, backend)
+    extra = f["qk_head_dim"] - f["v_head_dim"]
+
+    def run() -> torch.Tensor:
+        import torch
+
+        value = torch.nn.functional.pad(value_TGD, (0, extra)) if extra > 0 else value_TGD
+        output = core(query_THD, key_TGD, value)
+        return output[..., : f["v_head_dim"]] if extra > 0 else output
+
+    return run, (query_THD, key_TGD, value_TGD)
+
+
+def packed_starts(case: Case, backend: TorchBackend) -> tuple[torch.Tensor, int]:
+    """Return where the sequences of a cell start and end, int32, and a bound on their lengths, for packed kernels.
+
+    Empty sequences are left out, and the bound is at least 2: some versions fail on length 0, or take a longest length
+    of 1 for decoding.
+    """
+    import torch
+
+    starts = torch.tensor((0, *filled(case.parts)), device=backend.device).cumsum(0).to(torch.int32)
+    return starts, max(2, case.features["max_length"])
+
+
+def _varlen_core(case: Case, backend: TorchBackend) -> Core:
+    from torch.nn.attention.varlen import varlen_attn
+
+    (starts, longest), window = packed_starts(case, backend), case.features["window"]
+    # The kernel counts keys to the left of the query, we count the query itself too.
+    reach = (window - 1, 0) if window else (-1, 0)
+    grouped = case.features["num_heads"] != case.features["num_kv_heads"]
+
+    def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        packed = (starts, starts, longest, longest)
+        output: torch.Tensor = varlen_attn(query, key, value, *packed, window_size=reach, enable_gqa=grouped)  # type: ignore[assignment]
+        return output
+
+    return core
+
+
+def _sequence_core(case: Case, backend: TorchBackend) -> Core:
+    import torch
+
+    lengths, window = list(filled(case.parts)), case.features["window"]
+
+    def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        # split, not slices: the gradient of n slices would write n times the whole tensor.
+        packed = zip(*(tensor.transpose(0, 1).split(lengths, dim=1) for tensor in (query, key, value)), strict=True)
+        outputs = [windowed(q, k, v, window) if 0 < window < q.shape[1] else _causal(q, k, v) for q, k, v in packed]
+        return torch.cat(outputs, dim=1).transpose(0, 1)
+
+    return core
+
+
+def _causal(query_HSD: torch.Tensor, key_GSD: torch.Tensor, value_GSD: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import scaled_dot_product_attention
+
+    output = scaled_dot_product_attention(
+        query_HSD[None], key_GSD[None], value_GSD[None], is_causal=True, enable_gqa=len(query_HSD) != len(key_GSD)
+    )
+    return output[0]
+
+
+def windowed(query_HSD: torch.Tensor, key_GSD: torch.Tensor, value_GSD: torch.Tensor, window: int) -> torch.Tensor:
+    """Return causal attention in which a query sees itself and ``window - 1`` keys before it.
+
+    Queries go in blocks of one window, each against its own block of keys and the one before: the work grows with
+    tokens x window, not with their square.
+    """
+    import torch
+    from torch.nn.functional import pad, scaled_dot_product_attention
+
+    heads, tokens, _ = query_HSD.shape
+    blocks = -(-tokens // window)
+    short = blocks * window - tokens
+    query_NHWD = pad(query_HSD, (0, 0, 0, short)).unflatten(1, (blocks, window)).transpose(0, 1)
+    keys, values = (
+        # One empty block in front, then overlapping views of two blocks each.
+        pad(tensor, (0, 0, window, short)).unfold(1, 2 * window, window).permute(1, 0, 3, 2)
+        for tensor in (key_GSD, value_GSD)
+    )
+    mask = torch.ones(window, 2 * window, dtype=torch.bool, device=query_HSD.device).tril(window).triu(1)
+    mask = mask.expand(blocks, 1, -1, -1).clone()
+    mask[0, ..., :window] = False
+    output = scaled_dot_product_attention(query_NHWD, keys, values, attn_mask=mask, enable_gqa=heads != len(key_GSD))
+    return output.transpose(0, 1).flatten(1, 2)[:, :tokens]

@@ -1,0 +1,1 @@
+"""Timings that others published, as measurements."""

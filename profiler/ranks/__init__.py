@@ -1,0 +1,1 @@
+"""Between ranks: agreement, exchanges, slow ranks."""

@@ -1,0 +1,128 @@
+"""Are all ranks alike? The same few cases on every rank: identical cards differ by several percent, a bad one by more.
+
+Their times stay out of the measurements, where one device's cases count once; each rank's journal keeps its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from profiler.cases.case import Case
+from profiler.cases.estimates import forward_flops
+from profiler.device.backend import TorchBackend
+from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
+from profiler.errors import RoutePackError
+from profiler.journal import Journal
+from profiler.params import ProfileParams
+from profiler.ranks.ranks import Ranks
+from profiler.timer import time_case
+
+SPEED_OPS = ("attention", "dense", "experts")
+LAPS = 3
+"""Every rank times every case this often, and its faster result counts: what disturbs a run only adds time."""
+SLOW_LIMIT = {"cpu": 0.25, "cuda": 0.10}
+"""A rank that takes this share longer than the others is named; ranks on one CPU disturb one another."""
+
+
+def speed_cases(cases: Sequence[Case]) -> list[Case]:
+    """Return a case in the upper middle by work of every operation that tells a rank's speed."""
+    chosen = []
+    for op in SPEED_OPS:
+        listed = sorted((case for case in cases if case.op == op), key=lambda case: forward_flops(case))
+        chosen += [listed[len(listed) * 3 // 4]] if listed else []
+    return chosen
+
+
+def time_speeds(
+    cases: Sequence[Case], ranks: Ranks, backend: TorchBackend, params: ProfileParams, journal: Journal
+) -> list[dict[str, float]]:
+    """Return every rank's times of the speed cases by row id; GPUs run at the same time, CPUs in turn."""
+    ids = {case.case_id(way, backend.dtype_name) for case in cases for way in ("forward", "backward")}
+    # Compared only with what the others take now: one that lacks them makes all of them run again.
+    if not all(ranks.gather(ids <= journal.speeds.keys())):
+        best: dict[str, float] = {}
+        for _ in range(LAPS):
+            for turn in range(1 if backend.kind == "cuda" else ranks.size):
+                with ranks.together():
+                    if backend.kind == "cuda" or turn == ranks.rank:
+                        for case in cases:
+                            for row in time_case(case, backend, params):
+                                if row["status"] == "ok":
+                                    best[row["case_id"]] = min(row["time_us"], best.get(row["case_id"], float("inf")))
+        with ranks.together():
+            journal.add_speeds(best)
+    return list(ranks.gather({row_id: time for row_id, time in journal.speeds.items() if row_id in ids}))
+
+
+def relative_times(times: Sequence[dict[str, float]]) -> list[float]:
+    """Return each rank's time over the ranks' median, the median over the cases that all of them timed."""
+    shared = sorted(set.intersection(*(set(one) for one in times)))
+    # The lower of two middles, so that of two ranks the slower one is the odd one.
+    middle = {row_id: statistics.median_low(one[row_id] for one in times) for row_id in shared}
+    return [statistics.median(one[row_id] / middle[row_id] for row_id in shared) if shared else 1.0 for one in times]
+
+
+def describe_rank(ranks: Ranks, fingerprint: DeviceFingerprint) -> dict[str, Any]:
+    """Return what names this rank's device: host, device and, of a GPU, its number, UUID and PCI address."""
+    facts: dict[str, Any] = {
+        "rank": ranks.rank, "host": ranks.host, "node": ranks.node, "device": fingerprint.name, "speed": 1.0,
+    }  # fmt: skip
+    if fingerprint.kind != "cuda":
+        return facts
+    import torch
+
+    index = torch.cuda.current_device()
+    card = torch.cuda.get_device_properties(index)
+    # Not every build of torch tells the address.
+    parts = [getattr(card, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+    known = "{:04x}:{:02x}:{:02x}".format(*parts) if min(parts) >= 0 else ""
+    return facts | {"gpu": index, "uuid": str(card.uuid), "pci": known}
+
+
+def warn_of_slow_ranks(described: Sequence[dict[str, Any]]) -> None:
+    """Name every rank whose ``speed`` says that it takes longer than the others by more than the limit."""
+    for one in described:
+        if one["speed"] > 1 + SLOW_LIMIT["cuda" if "gpu" in one else "cpu"]:
+            gpu = f", GPU {one['gpu']} {one['pci']}".rstrip() if "gpu" in one else ""
+            warnings.warn(
+                f"Rank {one['rank']} (host {one['host']}{gpu}) is {one['speed'] - 1:.0%} slower than the others. A "
+                "step waits for its slowest rank: check its cooling, power and neighbours, or leave it out.",
+                stacklevel=3,
+            )
+
+
+def check_alike(ranks: Ranks, fingerprint: DeviceFingerprint, question: str) -> list[dict[str, Any]]:
+    """Return who the ranks are, after seeing that all ask the same of one kind of device.
+
+    Raises
+    ------
+    RoutePackError
+        If a rank has another device, shares its GPU with another, or was started with other settings.
+    """
+    listed = ranks.gather([describe_rank(ranks, fingerprint), fingerprint.to_dict(), question])
+    first, wanted = listed[0][0], DeviceFingerprint.from_dict(listed[0][1])
+    cards: dict[tuple[str, str], int] = {}
+    for one, facts, asked in listed:
+        who = f"Rank {one['rank']} (host {one['host']})"
+        match = compare_fingerprints(wanted, DeviceFingerprint.from_dict(facts))
+        if match.level == "different":
+            raise RoutePackError(
+                f"{who} has another device than rank 0 (host {first['host']}): {'; '.join(match.reasons)}. Profile "
+                "every kind of node into a folder of its own."
+            )
+        if match.level == "near" and ranks.rank == 0:
+            warnings.warn(
+                f"{who} differs from rank 0 (host {first['host']}): {'; '.join(match.reasons)}.", stacklevel=3
+            )
+        if asked != question:
+            raise RoutePackError(
+                f"{who} was started with another configuration than rank {ranks.rank}. Start all alike."
+            )
+        if "uuid" in one and cards.setdefault((one["host"], one["uuid"]), one["rank"]) != one["rank"]:
+            raise RoutePackError(
+                f"{who} runs on the GPU of rank {cards[one['host'], one['uuid']]}. Give every rank one of its own."
+            )
+    return [one for one, _, _ in listed]

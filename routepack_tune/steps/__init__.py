@@ -1,0 +1,1 @@
+"""Step batches: read, made, described."""

@@ -1,0 +1,1 @@
+"""The verbs around a study, and its folder."""

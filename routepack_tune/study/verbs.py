@@ -1,0 +1,350 @@
+"""The verbs ``tune``, ``deploy`` and ``rollback``: a study of the planner's settings, and the bundle of its outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from profiler.errors import RoutePackError
+from profiler.files import content_hash, file_hash, read_json
+from routepack_tune.bundle import PLANNER_FILE, Planner, check_replaceable, typed_parts, write_bundle
+from routepack_tune.config import Config, check_tracking_uri, load_config, without_password
+from routepack_tune.costmodel_files import cost_model_header, fingerprint_of, tables_of
+from routepack_tune.environment import environment
+from routepack_tune.steps.traces import check_cap, list_step_files, load_step_batch
+from routepack_tune.study.folder import (
+    COST_MODEL_FILE,
+    RECHECK_FILE,
+    TUNING_REPORT_FILE,
+    begin_study,
+    check_study_files,
+    finish_study,
+    known_study,
+    locked_study,
+    read_study,
+    set_aside,
+    study_name,
+    tables_file,
+)
+from routepack_tune.version import version
+
+if TYPE_CHECKING:
+    from profiler import Observer
+    from routepack_tune.tracking.registry import RolledBack
+    from routepack_tune.tracking.study_tracker import StudyTracker
+    from search import Plan, StepBatch, TuneTask
+
+Paths = Path | str | Sequence[Path | str]
+_LOG = logging.getLogger("routepack_tune")
+
+
+def tune(
+    steps: Paths,
+    costmodel: Path | str,
+    config: Path | str,
+    out: Path | str,
+    trials: int = 20,
+    storage: str | None = None,
+    seed: int = 0,
+    observer: Observer | None = None,
+    *,
+    workers: int = 1,
+    ray: bool = False,
+    new_study: bool = False,
+    warm_start: Sequence[Path | str] = (),
+) -> dict[str, Any]:
+    """Run or resume a study until it holds ``trials`` trials; return what ``out/study.json`` holds.
+
+    Parameters
+    ----------
+    storage
+        Optuna storage URL of a server, for several machines; None: a file in ``out``.
+    workers, ray
+        Processes of this machine; or tasks of the Ray cluster that this machine belongs to.
+    new_study
+        Begin afresh; the study in ``out`` moves to ``out/earlier``.
+    warm_start
+        Study folders or bundles of other clusters: their best settings are tried right after the defaults.
+
+    Raises
+    ------
+    RoutePackError
+        If an input is wrong (before anything is written), the folder holds another study, or no trial is feasible.
+    """
+    from routepack_tune.drift import stated_half_log
+    from routepack_tune.reports.tuning import write_tuning_report
+    from routepack_tune.steps.workload import workload_statistics
+    from routepack_tune.tracking.store import tracking_uri
+    from search import run_study
+    from search.tuning.storage import choose_storage, open_study
+
+    for name, number in (("trial", trials), ("worker", workers)):
+        if not number >= 1:
+            raise RoutePackError(f"Expected at least 1 {name}, got {number}.")
+    settings, out, costmodel = load_config(config), Path(out), Path(costmodel)
+    uri = tracking_uri(settings.tune.tracking_uri, out)
+    header = cost_model_header(costmodel)
+    task, files = _tune_task(steps, costmodel, settings, seed)
+    task = dataclasses.replace(task, enqueue=tuple(best_setting(path, task) for path in warm_start))
+    with locked_study(out):
+        name, where = study_name(task), storage or choose_storage(out)
+        if new_study:
+            name = open_study(task, where, name, new_study=True).study_name
+            set_aside(out)
+        document = known_study(out, task) or begin_study(out, task, name, costmodel, {
+            "config": settings.effective,
+            "steps": files,
+            "storage": without_password(storage) if storage else "",
+            "fingerprint": header["fingerprint"],
+            "cost_model": {"sha256": file_hash(costmodel / COST_MODEL_FILE), "data_hash": header.get("data_hash"),
+                           "half_log": stated_half_log(header)},
+            "workload": workload_statistics(task.names, task.batches),
+            "environment": environment(),
+        })  # fmt: skip
+        tracker = _tracker(out, uri, settings, task, document)
+        try:
+            summary = run_study(
+                task, where, document["study_name"], trials, workers=workers, ray=ray, observer=observer,
+                trial_observer=tracker,
+            )  # fmt: skip
+            document = finish_study(out, document, state="finished", trials=trials, summary=summary)
+            report = write_tuning_report(out / TUNING_REPORT_FILE, document)
+            document = finish_study(out, document, tracking=tracker.finish(summary, [report]))
+        finally:
+            tracker.close()
+        return document
+
+
+def deploy(study: Path | str, out: Path | str, register: str | None = None) -> Path:
+    """Turn a study's outcome into a bundle, after planning a batch with it once more; register it if asked.
+
+    The best trial is exported where it proved itself on the held-out batches, else the planner's defaults.
+
+    Raises
+    ------
+    RoutePackError
+        If the study has no feasible trial or its files changed; nothing is written then.
+    """
+    from routepack_tune.tracking.registry import register_bundle
+
+    study, out = Path(study), Path(out)
+    document = read_study(study)
+    summary = document["summary"] or {}
+    if not summary.get("best"):
+        raise RoutePackError(
+            f"Study {study} has no feasible, finished trial: nothing to deploy. Run `routepack tune` to its end."
+        )
+    check_study_files(study, document)
+    check_replaceable(out, PLANNER_FILE)
+    uri = _registry_uri(study, document) if register else ""
+    exported = exported_settings(document)
+    planner = _planner_of_study(study, document, exported)
+    recheck = _recheck(planner, study)
+    write_bundle(out, planner, _provenance(document, exported, recheck))
+    what = "the default settings" if summary["export"] == "defaults" else f"trial {summary['best']['number']}"
+    _LOG.info("The bundle holds %s. %s", what, summary["export_reason"])
+    if register:
+        tracking = document["tracking"]
+        register_bundle(out, register, uri, tracking.get("run_id", ""), tracking.get("experiment", "routepack-tune"))
+    return out
+
+
+def rollback(name: str, tracking_uri: str | None = None) -> RolledBack:
+    """Make the registered planner's earlier version the champion again; called twice, nothing has changed.
+
+    Raises
+    ------
+    RoutePackError
+        If no store is named, the store or the model is not there, or there is no earlier version.
+    """
+    from routepack_tune.tracking.registry import roll_back
+
+    wanted = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "").strip()
+    if not wanted:
+        raise RoutePackError(
+            "No MLflow store is named. Give --tracking-uri or set MLFLOW_TRACKING_URI; a study's own store is "
+            "sqlite:///STUDY/mlflow.db."
+        )
+    try:
+        check_tracking_uri(wanted)
+    except ValueError as error:
+        raise RoutePackError(str(error)) from None
+    return roll_back(name, wanted)
+
+
+def exported_settings(document: dict[str, Any]) -> dict[str, Any]:
+    """Return ``params`` and ``max_tokens`` of what a study exports, with the ``number`` of the trial."""
+    summary, config = document["summary"], document["config"]
+    if summary["export"] == "defaults":
+        given = summary["default"] or {"number": None, "params": config["planner"]}
+    else:
+        given = summary["best"]
+    return {"max_tokens": config["max_tokens_per_microbatch"], **given}
+
+
+def best_setting(path: Path | str, task: TuneTask) -> dict[str, Any]:
+    """Return the best settings of another cluster's study or bundle as far as ``task`` may choose them.
+
+    A value outside a range of ``task`` becomes the range's end; another cap counts only where it is allowed.
+
+    Raises
+    ------
+    RoutePackError
+        If ``path`` is neither, or holds no settings.
+    """
+    path = Path(path)
+    if (path / PLANNER_FILE).is_file():
+        document = read_json(path / PLANNER_FILE, "Bundle file")
+        params, cap = document.get("params"), document.get("max_tokens_per_microbatch")
+    else:
+        best = (read_study(path)["summary"] or {}).get("best") or {}
+        params, cap = best.get("params"), best.get("max_tokens")
+    if not params:
+        raise RoutePackError(f"{path} holds no tuned settings to start from. Give a finished study or a bundle.")
+    setting = {name: min(max(params[name], knob.low), knob.high) for name, knob in task.space.items() if name in params}
+    setting = {name: int(value) if task.space[name].integer else value for name, value in setting.items()}
+    return setting | ({"max_tokens": cap} if len(task.caps) > 1 and cap in task.caps else {})
+
+
+def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tuple[TuneTask, list[dict[str, str]]]:
+    """Read every step batch and build the study's task; batches of another model are an error naming the file."""
+    from costmodels import CostModel
+    from search import TuneTask
+
+    files = list_step_files(steps)
+    batches: list[StepBatch] = []
+    for path in files:
+        try:
+            batch = load_step_batch(path, settings.model)
+        except RoutePackError as error:
+            hint = f" To tune on part of a folder, give a quoted glob or files instead of {path.parent}."
+            raise RoutePackError(f"{error}{hint if len(files) > 1 else ''}") from None
+        check_cap(batch, settings.max_tokens_per_microbatch, str(path))
+        batches.append(batch)
+    spec, topology = settings.model, settings.topology
+    further = [cap for cap in settings.tune.caps if cap != settings.max_tokens_per_microbatch]
+    model = CostModel.load(costmodel) if further else None
+    frozen = {cap: model.freeze(spec, topology, cap) for cap in further} if model else {}
+    names = [path.stem for path in files]
+    if len(set(names)) < len(names):
+        names = [f"{i:03d}-{name}" for i, name in enumerate(names)]
+    task = TuneTask(
+        names=tuple(names), batches=tuple(batches), tables=tables_of(costmodel, settings), spec=spec,
+        topology=topology, max_tokens=settings.max_tokens_per_microbatch, base=settings.planner,
+        params=settings.tune, seed=seed, tables_by_cap=frozen,
+    )  # fmt: skip
+    rows = zip(names, files, batches, strict=True)
+    return task, [{"name": n, "file": p.name, "data_hash": b.data_hash} for n, p, b in rows]
+
+
+def _tracker(out: Path, uri: str, settings: Config, task: TuneTask, document: dict[str, Any]) -> StudyTracker:
+    from routepack_tune.tracking.study_tracker import StudyTracker
+
+    inputs = {name: document[name] for name in ("study_name", "signature", "steps", "cost_model", "fingerprint",
+                                                "tables_hash", "config")}  # fmt: skip
+    return StudyTracker(
+        out, uri, settings.tune.experiment, document["study_name"], task.names, _study_facts(task, document),
+        {"inputs": inputs, "environment": document.get("environment", {})},
+    )  # fmt: skip
+
+
+def _study_facts(task: TuneTask, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters that the study's parent run shows."""
+    sizes = {f.name: getattr(task.topology, f.name) for f in dataclasses.fields(task.topology)}
+    found = document.get("environment", {})
+    return {
+        "model": task.spec.name,
+        **{name: size for name, size in sizes.items() if size != 1},
+        "max_tokens_per_microbatch": task.max_tokens,
+        "step_batches": len(task.batches),
+        "held_out": task.num_holdout,
+        "seed": task.seed,
+        "sampler": task.params.sampler,
+        "device": document["fingerprint"]["name"],
+        "tables_hash": task.tables.tables_hash,
+        "batches_hash": content_hash(task.signature["batches"]),
+        "cost_model_sha256": document["cost_model"]["sha256"],
+        "cost_model_data_hash": document["cost_model"]["data_hash"],
+        **{f"version.{name}": text for name, text in found.get("versions", {}).items()},
+        **{f"machine.{name}": value for name, value in found.get("machine", {}).items()},
+    }
+
+
+def _registry_uri(study: Path, document: dict[str, Any]) -> str:
+    """Return the store that knows the study's run.
+
+    Raises
+    ------
+    RoutePackError
+        If its password, which no file holds, is not in the environment either.
+    """
+    from routepack_tune.tracking.store import tracking_uri
+
+    known = document["tracking"].get("tracking_uri", "")
+    if "***" in known and not os.environ.get("MLFLOW_TRACKING_URI"):
+        raise RoutePackError(
+            f"Study {study} is tracked at {known}; passwords are not stored. Set MLFLOW_TRACKING_URI to the whole URL."
+        )
+    return tracking_uri("" if "***" in known else known, study)
+
+
+def _planner_of_study(study: Path, document: dict[str, Any], exported: dict[str, Any]) -> Planner:
+    from costmodels import StepTables
+
+    settings, cap = document["config"], exported["max_tokens"]
+    spec, topology, params = typed_parts(settings["model"], settings["topology"], exported["params"], f"Study {study}")
+    tables = StepTables.load(study / tables_file(cap, settings["max_tokens_per_microbatch"]))
+    return Planner(spec, topology, cap, params, tables, fingerprint_of(document["fingerprint"]))
+
+
+def _recheck(planner: Planner, study: Path) -> Plan:
+    """Plan the study's held-out batch once more with the exported settings and check every hard constraint."""
+    from search import check_plan
+
+    batch = load_step_batch(study / RECHECK_FILE, planner.spec)
+    try:
+        plan = planner.plan(batch, seed=1)
+        check_plan(plan, batch.lengths, planner.spec.num_experts)
+        if not 0 < plan.predicted.step_time_s < float("inf"):
+            raise RoutePackError(f"its predicted step time is {plan.predicted.step_time_s} s")
+    except RoutePackError as error:
+        raise RoutePackError(f"What {study} exports fails its re-check: {error} Tune again.") from None
+    return plan
+
+
+def _provenance(document: dict[str, Any], exported: dict[str, Any], recheck: Plan) -> dict[str, Any]:
+    summary = document["summary"]
+    holdout, best = summary["holdout"], summary["export"] == "best"
+    scores = holdout["best"] if best else holdout["default_settings"]
+    return {
+        "written_by": f"routepack-tune {version()}",
+        "study": document["study_name"],
+        "export": summary["export"],
+        "export_reason": summary["export_reason"],
+        "trial": exported["number"],
+        "objective": exported.get("value"),
+        "held_out_objective": holdout["best_value"] if best else holdout["default_value"],
+        "held_out_gain_pct": holdout["gain_pct"] if best else 0.0,
+        "held_out_step_time_s": _mean([score["step_time_s"] for score in scores]),
+        "held_out_default_s": _mean([score["default_s"] for score in scores]),
+        "mlflow": document["tracking"],
+        "data_hashes": {step["name"]: step["data_hash"] for step in document["steps"]},
+        "cost_model": document["cost_model"],
+        "tables_hash": recheck.provenance["tables_hash"],
+        "config_hash": content_hash(document["config"]),
+        "default_params": document["config"]["planner"],
+        "hidden_planning_s": document["config"]["tune"]["hidden_planning_s"],
+        "workload": document.get("workload"),
+        "environment": document.get("environment", {}),
+        "recheck": {"plan_hash": recheck.plan_hash, "step_time_s": recheck.predicted.step_time_s,
+                    "default_s": recheck.default.step_time_s},
+    }  # fmt: skip
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None

@@ -1,0 +1,1 @@
+"""MLflow: runs and the registry."""

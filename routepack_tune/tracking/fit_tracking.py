@@ -1,0 +1,203 @@
+"""Log a fitted cost model to MLflow: the model itself with signature and example, its errors, its pictures.
+
+Where the configuration and ``MLFLOW_TRACKING_URI`` name no store, it is a SQLite file inside the cost model's folder.
+The folder is complete before anything is sent; a failure to track is a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from profiler.errors import RoutePackError
+from profiler.files import write_text
+from routepack_tune.config import without_password
+from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines
+from routepack_tune.reports.fit_figures import gains
+from routepack_tune.tracking.registry import promote, tracking_at
+from routepack_tune.tracking.store import (
+    ARTIFACTS,
+    DATABASE,
+    KIND,
+    find_or_make_experiment,
+    log_batch,
+    own_uri,
+    quiet_mlflow,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd  # type: ignore[import-untyped]
+
+    from costmodels import CostModel
+
+REGISTERED_PREFIX = "routepack-costmodel-"
+PICTURES = "plots"
+
+
+def track_fit(
+    model: CostModel, folder: Path | str, pictures: Mapping[str, str], uri: str, experiment: str
+) -> dict[str, str]:
+    """Log the cost model in ``folder`` and register it; whatever fails becomes a warning.
+
+    Parameters
+    ----------
+    pictures
+        SVG by name.
+    uri, experiment
+        The tracking store and the experiment's name in it.
+
+    Returns
+    -------
+    dict
+        ``run_id`` and ``model_uri`` (``models:/NAME/VERSION``); empty where tracking failed.
+    """
+    folder = Path(folder)
+    try:
+        return _log(model, folder, pictures, uri, experiment)
+    except Exception as error:
+        first = without_password(" ".join(str(error).split())[:200])
+        warnings.warn(
+            f"MLflow at {without_password(uri)} could not log the cost model ({type(error).__name__}: {first}). "
+            f"The cost model is whole in {folder}.",
+            stacklevel=2,
+        )
+        return {}
+
+
+def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, experiment: str) -> dict[str, str]:
+    mlflow = quiet_mlflow()
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    experiment_id = find_or_make_experiment(client, experiment, uri)
+    run = client.create_run(experiment_id, run_name=f"fit {model.spec.name}", tags={KIND: "fit"})
+    run_id, name = run.info.run_id, REGISTERED_PREFIX + registered_suffix(model.spec.name)
+    try:
+        log_batch(client, run_id, fit_facts(model), fit_metrics(model), {})
+        with tempfile.TemporaryDirectory() as temporary:
+            clean = Path(temporary) / "costmodel"
+            # The default store lies in the same folder: it must not be logged into itself.
+            shutil.copytree(folder, clean, ignore=shutil.ignore_patterns(f"{DATABASE}*", ARTIFACTS))
+            for picture, svg in pictures.items():
+                write_text(Path(temporary) / PICTURES / f"{picture}.svg", svg)
+            if pictures:
+                client.log_artifacts(run_id, str(Path(temporary) / PICTURES), PICTURES)
+            if (clean / REPORT_FILE).is_file():
+                client.log_artifact(run_id, str(clean / REPORT_FILE))
+            version = _log_model(mlflow, model, clean, run_id, name, uri)
+            promote(client, name, version)
+    except Exception:
+        client.set_terminated(run_id, status="FAILED")
+        raise
+    client.set_terminated(run_id, status="FINISHED")
+    return {"run_id": run_id, "model_uri": f"models:/{name}/{version}",
+            "tracking_uri": "" if uri == own_uri(folder) else without_password(uri)}  # fmt: skip
+
+
+def _log_model(mlflow: Any, model: CostModel, clean: Path, run_id: str, name: str, uri: str) -> str:
+    from mlflow.models import infer_signature
+
+    example = input_example(model)
+    # MLflow announces every registration on stderr; the verb prints its own line.
+    with (
+        warnings.catch_warnings(action="ignore"),
+        contextlib.redirect_stderr(io.StringIO()),
+        tracking_at(mlflow, uri),
+        mlflow.start_run(run_id=run_id),
+    ):
+        logged = mlflow.pyfunc.log_model(
+            name="costmodel",
+            python_model=str(Path(__file__).with_name("pyfunc_costmodel.py")),
+            artifacts={"costmodel": str(clean)},
+            signature=infer_signature(example, predict_frame(model, example)),
+            input_example=example,
+            registered_model_name=name,
+            pip_requirements=["routepack-tune"],
+        )
+    return str(logged.registered_model_version)
+
+
+def registered_suffix(name: str) -> str:
+    """Return a model's name as the registry takes it."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+
+
+def fit_facts(model: CostModel) -> dict[str, Any]:
+    """Return the parameters that the run shows."""
+    return {
+        "model": model.spec.name,
+        **{name: size for name, size in dataclasses.asdict(model.topology).items() if size != 1},
+        "max_tokens_per_microbatch": model.max_tokens,
+        "device": model.fingerprint.name,
+        "device_arch": model.fingerprint.arch,
+        "origin": model.fingerprint.origin,
+        "data_hash": model.data_hash,
+        **{f"fit.{name}": value for name, value in dataclasses.asdict(model.params).items()},
+        **{f"rows.{op}.{direction}": one.rows for (op, direction), one in model.models.items()},
+        **{f"kind.{op}.{direction}": one.kind for (op, direction), one in model.models.items()},
+    }
+
+
+def fit_metrics(model: CostModel) -> dict[str, float]:
+    """Return errors of every contestant per operation, direction and split, of the tables, and the trees' gains."""
+    metrics: dict[str, float] = {}
+    for line in error_lines(model.validation):
+        where = f"{line.operation}/{line.split}/{line.contestant}".replace(" ", "_")
+        metrics |= {f"{where}/{name}": getattr(line, name) for name, _ in QUANTITIES}
+    for table, errors in model.table_errors.items():
+        if isinstance(errors, Mapping):
+            metrics |= {f"tables/{table}/{name}": float(value) for name, value in errors.items()}
+    for (op, direction), one in model.models.items():
+        metrics |= {f"{op}/{direction}/gain_pct/{name}": share for name, share in gains(one).items()}
+    return metrics
+
+
+def input_example(model: CostModel) -> pd.DataFrame:
+    """Return one question per operation that was measured: sizes in the middle of a timed shape."""
+    import pandas as pd
+
+    features = dict.fromkeys(name for one in model.models.values() for name in one.operation.features)
+    rows = []
+    for (op, direction), one in model.models.items():
+        shape, ranges = sorted(one.shapes.items())[len(one.shapes) // 2]
+        asked = {name: float(value) for name, value in zip(one.operation.shape, shape, strict=True)}
+        for name in one.operation.features:
+            if name not in asked:
+                low, high = ranges.get(name, (0.0, 0.0))
+                asked[name] = float(np.rint(np.sqrt(low * high)))
+        rows.append({"op": op, "direction": direction, **{name: asked.get(name, np.nan) for name in features}})
+    return pd.DataFrame(rows)
+
+
+def predict_frame(model: CostModel, asked: pd.DataFrame) -> pd.DataFrame:
+    """Return ``time_us`` and ``extrapolated`` for rows of ``op``, ``direction`` and features, found by name.
+
+    Raises
+    ------
+    RoutePackError
+        If ``op`` or ``direction`` is missing, or a feature of an operation is missing, unknown or not valid.
+    """
+    import pandas as pd
+
+    for name in ("op", "direction"):
+        if name not in asked:
+            raise RoutePackError(f"The input has no column {name!r}. Give op, direction and the operation's features.")
+    known = {name for one in model.models.values() for name in one.operation.features}
+    if unknown := sorted(set(asked.columns) - known - {"op", "direction"}):
+        raise RoutePackError(f"Unknown columns {unknown}. Features are {sorted(known)}.")
+    time_us, extrapolated = np.full(len(asked), np.nan), np.zeros(len(asked), dtype=bool)
+    for (op, direction), rows in asked.groupby(["op", "direction"], sort=True).indices.items():
+        part = asked.iloc[rows]
+        # What is empty in every row of an operation is another operation's feature.
+        features = {
+            name: part[name].to_numpy(np.float64) for name in part if name in known and part[name].notna().any()
+        }
+        time_us[rows], extrapolated[rows] = model.predict_us(str(op), str(direction), features)
+    return pd.DataFrame({"time_us": time_us, "extrapolated": extrapolated})

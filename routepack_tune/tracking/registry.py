@@ -1,0 +1,173 @@
+"""MLflow's model registry: a bundle as a model version under an alias, and back again.
+
+Registering moves ``@champion`` to the new version and ``@previous`` to the old champion; rolling back exchanges them.
+The champion always moves first: a kill in between leaves a champion, never none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from profiler.errors import RoutePackError
+from routepack_tune.config import without_password
+from routepack_tune.tracking.store import SQLITE, quiet_mlflow
+
+CHAMPION, PREVIOUS = "champion", "previous"
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """Hold what a rollback did."""
+
+    name: str
+    champion: str
+    """Version that is the champion now."""
+    previous: str
+    """Version that was the champion."""
+
+
+def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experiment: str) -> str:
+    """Log a bundle's folder with the study's run, register it and make it the champion.
+
+    Returns
+    -------
+    str
+        ``models:/NAME@champion``.
+
+    Raises
+    ------
+    RoutePackError
+        If MLflow refuses or cannot be reached; the bundle itself stays where it is.
+    """
+    try:
+        mlflow = quiet_mlflow()
+        client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+        with tracking_at(mlflow, uri):
+            mlflow.set_experiment(experiment)
+            # MLflow announces every registration on stderr; the verb prints its own line.
+            with contextlib.redirect_stderr(io.StringIO()), mlflow.start_run(run_id=run_id or None):
+                logged = mlflow.pyfunc.log_model(
+                    name="bundle",
+                    python_model=str(Path(__file__).with_name("pyfunc_planner.py")),
+                    artifacts={"bundle": str(bundle)},
+                    signature=planner_signature(),
+                    registered_model_name=name,
+                    pip_requirements=["routepack-tune"],
+                )
+        promote(client, name, str(logged.registered_model_version))
+    except RoutePackError:
+        raise
+    except Exception as error:
+        first = " ".join(str(error).split())[:300]
+        raise RoutePackError(
+            f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {first} Check the tracking "
+            "server and run `routepack deploy` again."
+        ) from None
+    return f"models:/{name}@{CHAMPION}"
+
+
+def planner_signature() -> Any:
+    """Return what the registered planner takes and gives, stated: nothing is left to inference from an example."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+    from mlflow.types.schema import AnyType
+
+    return ModelSignature(inputs=Schema([ColSpec(DataType.string)]), outputs=Schema([ColSpec(AnyType())]))
+
+
+def promote(client: Any, name: str, version: str) -> None:
+    """Make a version the champion; the champion so far becomes the previous one."""
+    before = _version_of(client, name, CHAMPION)
+    client.set_registered_model_alias(name, CHAMPION, version)
+    if before and before != version:
+        client.set_registered_model_alias(name, PREVIOUS, before)
+
+
+def roll_back(name: str, uri: str) -> RolledBack:
+    """Exchange ``@champion`` and ``@previous`` of a registered model.
+
+    Raises
+    ------
+    RoutePackError
+        If the store cannot be reached, knows no such model, or there is nothing to go back to.
+    """
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
+        raise RoutePackError(f"{uri} is no file: nothing was registered there. Give the store of the registry.")
+    mlflow = quiet_mlflow()
+    try:
+        client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+        champion, previous = (_version_of(client, name, alias) for alias in (CHAMPION, PREVIOUS))
+        if previous is None or previous == champion:
+            known = sorted(int(one.version) for one in client.search_model_versions(f"name='{name}'"))
+            versions = f"versions {', '.join(map(str, known))}" if known else "no version at all"
+            raise RoutePackError(
+                f"{name!r} in {without_password(uri)} has no version to go back to (@champion is "
+                f"{champion or 'not set'}, @previous is {previous or 'not set'}, {versions}). Register one with "
+                "`routepack deploy --register`."
+            )
+        client.set_registered_model_alias(name, CHAMPION, previous)
+        if champion is not None:
+            client.set_registered_model_alias(name, PREVIOUS, champion)
+    except RoutePackError:
+        raise
+    except Exception as error:
+        first = without_password(" ".join(str(error).split())[:300])
+        raise RoutePackError(
+            f"MLflow at {without_password(uri)} could not roll back {name!r}: {first} Check the server and try again."
+        ) from None
+    return RolledBack(name, previous, champion or "")
+
+
+def _version_of(client: Any, name: str, alias: str) -> str | None:
+    """Return the version an alias points at; None where there is no such model or alias."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return str(client.get_model_version_by_alias(name, alias).version)
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
+
+
+def download_bundle(model_uri: str) -> Path:
+    """Return the local folder of the bundle that ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION`` names."""
+    mlflow = quiet_mlflow()
+    try:
+        folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri))
+    except Exception as error:
+        first = " ".join(str(error).split())[:300]
+        raise RoutePackError(f"{model_uri} cannot be had from {mlflow.get_tracking_uri()}: {first}") from None
+    found = sorted(folder.glob("artifacts/*/planner.yaml"))
+    if not found:
+        raise RoutePackError(f"{model_uri} holds no bundle. Register one with `routepack deploy --register NAME`.")
+    return found[0].parent
+
+
+@contextlib.contextmanager
+def tracking_at(mlflow: Any, uri: str) -> Iterator[None]:
+    """Point MLflow's process-wide URIs at ``uri`` and put them back: callers have their own.
+
+    MLflow also writes them into the environment, where later verbs of this process (and children) would read them.
+    """
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    before = {name: os.environ.get(name) for name in names}
+    own = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    try:
+        yield
+    finally:
+        # What the environment says needs no second place that would outlive a change of it.
+        mlflow.set_tracking_uri(None if own == before[names[0]] else own)
+        mlflow.set_registry_uri(None)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,1 @@
+"""What trainers need to carry out a plan."""

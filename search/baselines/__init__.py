@@ -1,0 +1,1 @@
+"""Published planners, to be compared with."""

@@ -1,0 +1,121 @@
+"""Published planners under one name each, priced by the same tables as ours: what a plan is compared with.
+
+``BASELINES`` are rules, ``packing + placement``: every packing of ``PACKINGS`` with every placement of ``PLACEMENTS``.
+``SEARCH_BASELINES`` are searches: they draw random numbers, and RoutePack uses all the budget it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from search.baselines.frameworks import (
+    Packing,
+    beyond_cap,
+    largest_cell_tokens,
+    mindspeed_placement,
+    pack_areal,
+    pack_mffd,
+    pack_slime,
+    pack_verl,
+)
+from search.baselines.open_instruct import solve_open_instruct
+from search.baselines.relibra import relibra_placement
+from search.baselines.routepack import solve_routepack
+from search.evaluate import Evaluation, evaluate
+from search.packing.bins import (
+    identity_placement,
+    lpt_placement,
+    pack_ffd,
+    pack_karmarkar_karp,
+    sample_flops,
+)
+from search.problem import Problem
+from search.stop import MaxIterations, MaxRuntime, StopCriterion
+
+PACKINGS: dict[str, Callable[[Problem], Packing]] = {
+    "first-fit decreasing": pack_ffd,
+    "modified first-fit decreasing": pack_mffd,
+    "AReaL first-fit": pack_areal,
+    "Karmarkar-Karp on tokens": lambda problem: pack_karmarkar_karp(problem, problem.lengths),
+    "Karmarkar-Karp on FLOPs": lambda problem: pack_karmarkar_karp(problem, sample_flops(problem)),
+    "verl on tokens": lambda problem: pack_verl(problem, problem.lengths),
+    "verl on FLOPs": lambda problem: pack_verl(problem, sample_flops(problem)),
+    "slime on FLOPs": lambda problem: pack_slime(problem, sample_flops(problem)),
+}
+"""slime's alone may exceed the cap: compare :func:`search.baselines.frameworks.largest_cell_tokens` with it."""
+PLACEMENTS: dict[str, Callable[[Problem], np.ndarray]] = {
+    "identity": identity_placement,
+    "LPT": lpt_placement,
+    "MindSpeed": mindspeed_placement,
+}
+
+DEFAULT_BASELINE = "first-fit decreasing + identity"
+BASELINES = tuple(f"{packing} + {placement}" for placement in PLACEMENTS for packing in PACKINGS)
+SHOWN_BASELINES = (
+    DEFAULT_BASELINE,
+    "Karmarkar-Karp on tokens + identity",
+    "Karmarkar-Karp on FLOPs + identity",
+    "first-fit decreasing + LPT",
+    "modified first-fit decreasing + LPT",
+    "AReaL first-fit + LPT",
+    "Karmarkar-Karp on tokens + LPT",
+    "Karmarkar-Karp on FLOPs + LPT",
+    "verl on FLOPs + LPT",
+)
+"""Those a report has room for; all of them keep the cap."""
+
+SearchBaseline = Callable[..., tuple[Packing, np.ndarray]]
+
+
+def _with_relibra(pack: Callable[[Problem], Packing]) -> SearchBaseline:
+    def solve(problem: Problem, stop: StopCriterion, *, seed: int = 0) -> tuple[Packing, np.ndarray]:
+        return pack(problem), relibra_placement(problem, seed=seed)
+
+    return solve
+
+
+def _open_instruct(problem: Problem, stop: StopCriterion, *, seed: int = 0) -> tuple[Packing, np.ndarray]:
+    return solve_open_instruct(problem, seed=seed)
+
+
+SEARCH_BASELINES: dict[str, SearchBaseline] = {
+    "RoutePack": solve_routepack,
+    "first-fit decreasing + ReLibra": _with_relibra(pack_ffd),
+    "AReaL first-fit + ReLibra": _with_relibra(pack_areal),
+    "open-instruct swaps + identity": _open_instruct,
+}
+"""Called with (problem, stop, seed=...) they return (packing, placement [L, E]). ReLibra and open-instruct stop after
+their published number of swaps, whatever the budget."""
+
+
+def price_baseline(problem: Problem, name: str) -> tuple[Evaluation, int]:
+    """Return the cost and the number of rows of a baseline named in ``BASELINES``."""
+    packing, placement = name.rsplit(" + ", 1)
+    packed = PACKINGS[packing](problem)
+    return price_packing(problem, packed, PLACEMENTS[placement](problem)), packed[2]
+
+
+def price_search_baseline(
+    problem: Problem, name: str, *, seconds: float | None = None, iterations: int | None = None, seed: int = 0
+) -> tuple[Evaluation, int]:
+    """Return the cost and the number of rows of a baseline named in ``SEARCH_BASELINES``.
+
+    The budget is wall time in ``seconds`` or proposals of a chain in ``iterations``; with the latter the result is a
+    pure function of problem and seed.
+    """
+    if (seconds is None) == (iterations is None):
+        raise ValueError(f"Expected either seconds or iterations, got {seconds} and {iterations}.")
+    stop: StopCriterion = MaxIterations(iterations) if iterations is not None else MaxRuntime(seconds or 0.0)
+    packed, placement_LE = SEARCH_BASELINES[name](problem, stop, seed=seed)
+    return price_packing(problem, packed, placement_LE), packed[2]
+
+
+def price_packing(problem: Problem, packing: Packing, placement_LE: np.ndarray) -> Evaluation:
+    """Price a packing; one that exceeds the cap by continued tables."""
+    largest = largest_cell_tokens(problem, packing)
+    if largest > problem.max_tokens:
+        problem = beyond_cap(problem, largest)
+    row_N, slot_N, num_rows = packing
+    return evaluate(problem, row_N, slot_N, placement_LE, num_rows)

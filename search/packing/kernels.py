@@ -1,0 +1,350 @@
+"""Numba kernels that change a packing and know exactly what the change costs.
+
+A *group* is the cells of one (row, EP block): their ranks exchange tokens with one another. A *unit* is what waits as
+one: a group, or all groups of a row where blocks are coupled layer by layer (FSDP). ``PackState`` (with the other
+arrays in ``search/packing/state.py``) keeps the routed rows of every group's EP ranks; a proposal changes two cells,
+hence at most two groups, and its delta is the difference of their units' costs, integer nanoseconds, equal to
+re-evaluating the whole plan.
+
+Every move is an exchange between two cells a and b: samples leave each for the other. ``Move`` holds what that changes:
+``diff`` [P, L] rows, tokens and core time that cell a gains and cell b loses. Relocation, swap, two for one and the
+swap of whole cells differ only in how they fill it.
+
+Shape suffixes: N samples, G groups, U units, D cells of all groups together (cell = group * S + slot in block), S cells
+of a group, P EP ranks, L MoE layers, C attention classes, K nodes of a table. Loads run [P, L], layers last, so that
+maxima over ranks are vector instructions.
+
+Objective: ``B * max_b T_b + sum_b T_b`` over what meets at the end of the step (blocks; one where they are coupled),
+T_b being the sum of b's units: the slowest decides, the others break ties and guide.
+
+To add a move see ``search/packing/moves.py``: pricing and applying are shared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from costmodels import lookup_ns
+from search.load_kernels import layer_time_ns
+from search.packing.state import (
+    S_BLOCKS,
+    S_FIXED,
+    S_GROUP_CELLS,
+    S_ROWS_SHIFT,
+    S_SENT_DEN,
+    S_SENT_NUM,
+    S_TOKENS_SHIFT,
+    S_UNIT_GROUPS,
+)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def sent_rows(costs, tokens):
+    """Return the rows one rank of a slot sends when its cell holds ``tokens``."""
+    return tokens * costs.scalars[S_SENT_NUM] // costs.scalars[S_SENT_DEN]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _peaks_ns(costs, peak, sent):
+    """Return the time of all MoE layers, given the rows of each layer's slowest rank."""
+    shift, layer_ns = costs.scalars[S_ROWS_SHIFT], costs.layer_ns
+    sent_ns = lookup_ns(costs.exchange_ns, shift, sent)
+    total = np.int64(0)
+    for m in range(peak.size):
+        total += layer_time_ns(layer_ns, shift, np.int64(peak[m]), sent, sent_ns)
+    return total
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _changed_experts_ns(costs, state, move, unit, sent):
+    """Return the time of a unit's MoE layers after the move."""
+    groups = costs.scalars[S_UNIT_GROUPS]
+    group_a, group_b = move.cells[0] // costs.scalars[S_GROUP_CELLS], move.cells[1] // costs.scalars[S_GROUP_CELLS]
+    peak, diff, rows, others = move.peak, move.diff, state.group_rows, state.group_peak
+    for m in range(peak.size):
+        peak[m] = 0
+    for group in range(unit * groups, unit * groups + groups):
+        if group == group_a:
+            for p in range(diff.shape[0]):
+                for m in range(peak.size):
+                    peak[m] = max(peak[m], np.int32(rows[group, p, m] + diff[p, m]))
+        elif group == group_b:
+            for p in range(diff.shape[0]):
+                for m in range(peak.size):
+                    peak[m] = max(peak[m], np.int32(rows[group, p, m] - diff[p, m]))
+        else:
+            for m in range(peak.size):
+                peak[m] = max(peak[m], others[group, m])
+    return _peaks_ns(costs, peak, sent)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _changed_attention_ns(costs, state, move, unit):
+    """Return the attention of a unit and its most tokens of a cell after the move."""
+    first = unit * costs.scalars[S_GROUP_CELLS] * costs.scalars[S_UNIT_GROUPS]
+    last = first + costs.scalars[S_GROUP_CELLS] * costs.scalars[S_UNIT_GROUPS]
+    shift = costs.scalars[S_TOKENS_SHIFT]
+    a, b, gained = move.cells[0], move.cells[1], move.tokens[0]
+    total = np.int64(0)
+    for c in range(costs.cell_ns.shape[0]):
+        slowest = np.int64(0)
+        for cell in range(first, last):
+            if cell != a and cell != b:
+                slowest = max(slowest, state.cell_ns[c, cell])
+        if first <= a < last:
+            dense = lookup_ns(costs.cell_ns[c], shift, state.cell_tokens[a] + gained)
+            slowest = max(slowest, state.core_ns[a, c] + move.core[c] + dense)
+        if first <= b < last:
+            dense = lookup_ns(costs.cell_ns[c], shift, state.cell_tokens[b] - gained)
+            slowest = max(slowest, state.core_ns[b, c] - move.core[c] + dense)
+        total += slowest
+    most = np.int64(0)
+    for cell in range(first, last):
+        tokens = state.cell_tokens[cell]
+        if cell == a:
+            tokens += gained
+        elif cell == b:
+            tokens -= gained
+        most = max(most, tokens)
+    return total, most
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _objective_delta(state, blocks, block_a, delta_a, block_b, delta_b):
+    """Return the change of the objective when two blocks change by so much (deltas add when they are the same)."""
+    if blocks == 1:
+        return 2 * (delta_a + delta_b)
+    old = np.int64(0)
+    new = np.int64(0)
+    for b in range(blocks):
+        value = state.block_ns[b]
+        old = max(old, value)
+        if b == block_a:
+            value += delta_a
+        if b == block_b:
+            value += delta_b
+        new = max(new, value)
+    return blocks * (new - old) + delta_a + delta_b
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _least_experts_ns(costs, state, group, gained, lost, sent):
+    """Bound from below the time of a group's MoE layers after it gains one sample and loses another.
+
+    The rank that is hottest now gives the least that the hottest can have then: one number a layer, not P.
+    """
+    loads, rows, hot = costs.loads, state.group_peak, state.group_hot
+    shift, layer_ns = costs.scalars[S_ROWS_SHIFT], costs.layer_ns
+    sent_ns = lookup_ns(costs.exchange_ns, shift, sent)
+    total = np.int64(0)
+    for m in range(rows.shape[1]):
+        p = np.uint32(hot[group, m])
+        peak = rows[group, m] + np.int32(loads[gained, p, m]) - np.int32(loads[lost, p, m])
+        total += layer_time_ns(layer_ns, shift, np.int64(peak), sent, sent_ns)
+    return total
+
+
+@njit(cache=True, nogil=True, inline="always")
+def move_delta_ns(costs, state, move, threshold, filled):
+    """Return the change of the objective by a move that keeps the cap, exact up to ``threshold``.
+
+    Above it any number above it may be returned: most exchanges of a cold search cost more than they may, and are told
+    by their attention and the ranks that are hottest now, so that ``move.diff`` is filled only for the others. Moves of
+    more samples come ``filled`` and are always priced whole. Inside one group the loads of ranks stay as they are, so
+    that only attention is priced.
+    """
+    cells, groups, blocks = costs.scalars[S_GROUP_CELLS], costs.scalars[S_UNIT_GROUPS], costs.scalars[S_BLOCKS]
+    group_a, group_b = move.cells[0] // cells, move.cells[1] // cells
+    unit_a, unit_b = group_a // groups, group_b // groups
+    attention, most = _changed_attention_ns(costs, state, move, unit_a)
+    sent_a, sent_b = sent_rows(costs, most), np.int64(0)
+    delta_a = attention + costs.scalars[S_FIXED] - state.unit_ns[unit_a]
+    delta_b = np.int64(0)
+    if group_a == group_b:
+        experts, old_sent, least = state.unit_experts[unit_a]
+        if sent_a != old_sent and max(sent_a, old_sent) > least:
+            experts = _peaks_ns(costs, _unit_peak(costs, state, unit_a, move.peak), sent_a)
+        return _objective_delta(state, blocks, unit_a % blocks, delta_a + experts, np.int64(-1), delta_b)
+    block_a, block_b = unit_a % blocks, np.int64(-1)
+    if unit_a != unit_b:
+        attention, most = _changed_attention_ns(costs, state, move, unit_b)
+        sent_b, block_b = sent_rows(costs, most), unit_b % blocks
+        delta_b = attention + costs.scalars[S_FIXED] - state.unit_ns[unit_b]
+    if not filled:
+        if groups == 1:
+            i, j = move.samples[0], move.samples[2]
+            least_a = delta_a + _least_experts_ns(costs, state, unit_a, j, i, sent_a)
+            least_b = delta_b + _least_experts_ns(costs, state, unit_b, i, j, sent_b)
+            least = _objective_delta(state, blocks, block_a, least_a, block_b, least_b)
+            if least > threshold:
+                return least
+        fill_rows(costs, move)
+    for k in range(1 if unit_a == unit_b else 2):
+        experts = _changed_experts_ns(costs, state, move, unit_a if k == 0 else unit_b, sent_a if k == 0 else sent_b)
+        if k == 0:
+            delta_a += experts
+        else:
+            delta_b += experts
+    return _objective_delta(state, blocks, block_a, delta_a, block_b, delta_b)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def fill_rows(costs, move):
+    """Fill ``move.diff`` from the two samples that change places."""
+    i, j, diff, loads = move.samples[0], move.samples[2], move.diff, costs.loads
+    for p in range(diff.shape[0]):
+        for m in range(diff.shape[1]):
+            diff[p, m] = np.int32(loads[j, p, m]) - np.int32(loads[i, p, m])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _unit_peak(costs, state, unit, peak):
+    """Fill and return ``peak`` [L] with the rows of each layer's slowest rank in a unit as it is."""
+    groups, rows = costs.scalars[S_UNIT_GROUPS], state.group_peak
+    for m in range(peak.size):
+        peak[m] = rows[unit * groups, m]
+    for group in range(unit * groups + 1, unit * groups + groups):
+        for m in range(peak.size):
+            peak[m] = max(peak[m], rows[group, m])
+    return peak
+
+
+@njit(cache=True, nogil=True, inline="always")
+def move_apply(costs, state, move):
+    """Make a move."""
+    a, b = move.cells
+    if move.samples[0] == -2:
+        _swap_cells(state, a, b)
+    else:
+        for k in range(4):
+            i = move.samples[k]
+            if i >= 0:
+                _take_out(state, i)
+        for k in range(4):
+            i = move.samples[k]
+            if i >= 0:
+                _put_in(state, i, b if k < 2 else a)
+    state.cell_tokens[a] += move.tokens[0]
+    state.cell_tokens[b] -= move.tokens[0]
+    for c in range(move.core.size):
+        state.core_ns[a, c] += move.core[c]
+        state.core_ns[b, c] -= move.core[c]
+    _refresh_cell(costs, state, a)
+    _refresh_cell(costs, state, b)
+    cells, groups = costs.scalars[S_GROUP_CELLS], costs.scalars[S_UNIT_GROUPS]
+    if a // cells != b // cells:
+        _add_rows(state, a // cells, move.diff, 1)
+        _add_rows(state, b // cells, move.diff, -1)
+    _refresh_unit(costs, state, a // cells // groups, move.peak)
+    if a // cells // groups != b // cells // groups:
+        _refresh_unit(costs, state, b // cells // groups, move.peak)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _take_out(state, i):
+    cell = state.cell_of[i]
+    last = state.members[cell, state.cell_count[cell] - 1]
+    state.members[cell, state.place_of[i]] = last
+    state.place_of[last] = state.place_of[i]
+    state.cell_count[cell] -= 1
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _put_in(state, i, cell):
+    state.members[cell, state.cell_count[cell]] = i
+    state.place_of[i] = state.cell_count[cell]
+    state.cell_count[cell] += 1
+    state.cell_of[i] = cell
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _swap_cells(state, a, b):
+    for k in range(max(state.cell_count[a], state.cell_count[b])):
+        state.members[a, k], state.members[b, k] = state.members[b, k], state.members[a, k]
+    state.cell_count[a], state.cell_count[b] = state.cell_count[b], state.cell_count[a]
+    for k in range(state.cell_count[a]):
+        state.cell_of[state.members[a, k]] = a
+    for k in range(state.cell_count[b]):
+        state.cell_of[state.members[b, k]] = b
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _refresh_cell(costs, state, cell):
+    for c in range(costs.cell_ns.shape[0]):
+        dense_ns = lookup_ns(costs.cell_ns[c], costs.scalars[S_TOKENS_SHIFT], state.cell_tokens[cell])
+        state.cell_ns[c, cell] = state.core_ns[cell, c] + dense_ns
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _add_rows(state, group, diff, sign):
+    """Add ``sign`` times ``diff`` [P, L] to a group's rows. Plain loops: array expressions cost four times as much."""
+    rows = state.group_rows
+    for p in range(diff.shape[0]):
+        for m in range(diff.shape[1]):
+            rows[group, p, m] += np.int32(sign * diff[p, m])
+    _refresh_group(state, group)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _refresh_group(state, group):
+    rows, peak, hot = state.group_rows, state.group_peak, state.group_hot
+    for m in range(peak.shape[1]):
+        peak[group, m] = -1
+    for p in range(rows.shape[1]):
+        for m in range(peak.shape[1]):
+            hot[group, m] = p if rows[group, p, m] > peak[group, m] else hot[group, m]
+            peak[group, m] = max(peak[group, m], rows[group, p, m])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _refresh_unit(costs, state, unit, peak):
+    cells = costs.scalars[S_GROUP_CELLS] * costs.scalars[S_UNIT_GROUPS]
+    attention, most = np.int64(0), np.int64(0)
+    for c in range(costs.cell_ns.shape[0]):
+        slowest = np.int64(0)
+        for cell in range(unit * cells, unit * cells + cells):
+            slowest = max(slowest, state.cell_ns[c, cell])
+        attention += slowest
+    for cell in range(unit * cells, unit * cells + cells):
+        most = max(most, state.cell_tokens[cell])
+    sent = sent_rows(costs, most)
+    peak = _unit_peak(costs, state, unit, peak)
+    experts = _peaks_ns(costs, peak, sent)
+    least = peak[0]
+    for m in range(peak.size):
+        least = min(least, peak[m])
+    state.unit_experts[unit, 0], state.unit_experts[unit, 1], state.unit_experts[unit, 2] = experts, sent, least
+    total = attention + experts + costs.scalars[S_FIXED]
+    state.block_ns[unit % costs.scalars[S_BLOCKS]] += total - state.unit_ns[unit]
+    state.unit_ns[unit] = total
+
+
+@njit(cache=True, nogil=True)
+def fill_state(costs, state):
+    """Derive everything else from ``state.cell_of``."""
+    state.cell_count[:] = 0
+    state.cell_tokens[:] = 0
+    state.core_ns[:] = 0
+    state.group_rows[:] = 0
+    state.unit_ns[:] = 0
+    state.block_ns[:] = 0
+    for i in range(state.cell_of.size):
+        cell = state.cell_of[i]
+        _put_in(state, i, cell)
+        state.cell_tokens[cell] += costs.lengths[i]
+        state.core_ns[cell] += costs.sequence_ns[i]
+        state.group_rows[cell // costs.scalars[S_GROUP_CELLS]] += costs.loads[i]
+    for cell in range(state.cell_count.size):
+        _refresh_cell(costs, state, cell)
+    for group in range(state.group_peak.shape[0]):
+        _refresh_group(state, group)
+    peak = np.zeros(state.group_peak.shape[1], np.int32)
+    for unit in range(state.unit_ns.size):
+        _refresh_unit(costs, state, unit, peak)
+
+
+@njit(cache=True, nogil=True)
+def objective(costs, state):
+    """Return ``B * max_b + sum_b`` over the blocks' times."""
+    return costs.scalars[S_BLOCKS] * state.block_ns.max() + state.block_ns.sum()

@@ -1,0 +1,178 @@
+"""Pack samples into rows and slots under a fixed placement: state for the kernels and one annealing leg.
+
+Shape suffixes: N samples, L MoE layers, E experts, P EP ranks. A *cell* number here is ``unit * S + slot in block``
+with ``unit = row * B + block``, which equals ``row * D + slot``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from search.load_kernels import sample_rank_rows
+from search.packing.kernels import fill_state, objective
+from search.packing.moves import anneal
+from search.packing.state import PackCosts, PackState
+from search.params import PlannerParams
+from search.problem import Problem
+
+LEG_PROPOSALS = 4096
+"""Proposals at one temperature between two looks at the budget."""
+AMPLE = 200
+"""Proposals a sample from which on a chain starts as hot as it is told; with fewer it could not cool what it stirs."""
+
+
+def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
+    """Return the kernels' constants for a placement (rank of each expert, [L, E])."""
+    topology, tables = problem.topology, problem.tables
+    order = np.argsort(problem.lengths, kind="stable")
+    nothing = np.zeros((1, problem.sequence_ns.shape[1]), np.int64)
+    return PackCosts(
+        order=order,
+        lengths=problem.lengths[order],
+        loads=_narrow(sample_rank_rows(problem.counts, order, rank_LE, problem.num_ranks)),
+        sequence_ns=np.append(problem.sequence_ns[order], nothing, axis=0),
+        cell_ns=problem.cell_ns,
+        exchange_ns=problem.exchange_ns,
+        layer_ns=np.concatenate([problem.expert_ns + problem.exchange_ns, problem.expert_ns]),
+        scalars=np.array(
+            [tables.tokens_shift, tables.rows_shift, problem.top_k * topology.blocks_per_slot,
+             topology.ranks_per_slot, topology.slots_per_block, problem.blocks_per_unit,
+             problem.num_blocks // problem.blocks_per_unit, tables.row_fixed_ns], np.int64
+        ),
+    )  # fmt: skip
+
+
+def _narrow(loads: np.ndarray) -> np.ndarray:
+    """Return loads as 16-bit numbers where they fit: half the memory to read per proposal."""
+    return loads.astype(np.uint16) if loads.max(initial=0) < 1 << 16 else loads
+
+
+def pack_state(problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows: int) -> PackState:
+    """Return the state of a packing given by the cell of each sample, [N]."""
+    cells, groups = num_rows * problem.num_slots, num_rows * problem.num_blocks
+    units = groups // problem.blocks_per_unit
+    per_cell = min(problem.num_samples, problem.max_tokens // max(1, int(problem.lengths.min())))
+    state = PackState(
+        cell_of=cell_of[costs.order].astype(np.int64),
+        members=np.zeros((cells, per_cell + 1), np.int64),
+        place_of=np.zeros(problem.num_samples, np.int64),
+        cell_count=np.zeros(cells, np.int64),
+        cell_tokens=np.zeros(cells, np.int64),
+        core_ns=np.zeros((cells, problem.sequence_ns.shape[1]), np.int64),
+        cell_ns=np.zeros((problem.sequence_ns.shape[1], cells), np.int64),
+        group_rows=np.zeros((groups, problem.num_ranks, problem.num_layers), np.int32),
+        group_peak=np.zeros((groups, problem.num_layers), np.int32),
+        group_hot=np.zeros((groups, problem.num_layers), np.int32),
+        unit_ns=np.zeros(units, np.int64),
+        unit_experts=np.zeros((units, 3), np.int64),
+        block_ns=np.zeros(problem.num_blocks // problem.blocks_per_unit, np.int64),
+    )
+    fill_state(costs, state)
+    return state
+
+
+class PackChain:
+    """Anneal one packing; ``best_cell_of`` is always the best packing seen and always feasible."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        costs: PackCosts,
+        cell_of: np.ndarray,
+        num_rows: int,
+        rng: np.ndarray,
+        bound_ns: int = 0,
+    ) -> None:
+        self.problem, self.num_rows, self.rng, self.bound_ns = problem, num_rows, rng, bound_ns
+        self.best_cell_of = cell_of
+        self.proposals = self.idle = self.priced = 0
+        self._refused = np.zeros(LEG_PROPOSALS // 2, np.int64)
+        self.load(costs)
+
+    def load(self, costs: PackCosts) -> None:
+        """Take another placement's costs and start again from the best packing."""
+        self.costs = costs
+        self.state = pack_state(self.problem, costs, self.best_cell_of, self.num_rows)
+        self._best_cells = self.state.cell_of.copy()
+        self.best = np.array([objective(costs, self.state)], np.int64)
+
+    def load_if_better(self, costs: PackCosts) -> bool:
+        """Take another placement's costs if the best packing is no slower under them; tell whether it was."""
+        before, old = int(self.best[0]), self.costs
+        self.load(costs)
+        if self.best[0] <= before:
+            return True
+        self.load(old)
+        return False
+
+    @property
+    def gap(self) -> float:
+        """Best time above the lower bound as a share of it, blocks averaged; infinite without a bound."""
+        if self.bound_ns == 0:
+            return math.inf
+        return float(self.best[0]) / (2 * len(self.state.block_ns) * self.bound_ns) - 1.0
+
+    def restart(self) -> None:
+        """Go back to the best packing seen."""
+        self.state.cell_of[:] = self._best_cells
+        fill_state(self.costs, self.state)
+
+    def roughness(self, params: PlannerParams) -> float:
+        """Make a cold leg; return the lowest decile of the prices it refused, as a share of a unit's mean time.
+
+        That is how high the steps are that annealing must climb: it differs tenfold between workloads.
+        """
+        temperature = int(2 * self._mean_ns() * params.cold_temperature)
+        self._anneal(temperature, LEG_PROPOSALS, self._limits(params))
+        prices = np.sort(self._refused[self._refused > 0])
+        return float(prices[len(prices) // 10]) / (2 * self._mean_ns()) if len(prices) else 0.0
+
+    def _anneal(self, temperature_ns: int, proposals: int, limits: np.ndarray) -> None:
+        before = int(self.best[0])
+        priced, _ = anneal(
+            self.costs, self.state, self._best_cells, self.rng, temperature_ns, proposals, limits, self.best,
+            self._refused,
+        )  # fmt: skip
+        self.proposals += proposals
+        self.priced += priced
+        self.idle = 0 if self.best[0] < before else self.idle + proposals
+
+    def _mean_ns(self) -> int:
+        units_ns = self.state.unit_ns
+        return int(units_ns.sum()) // len(units_ns) * (1 + (self.problem.num_blocks > 1))
+
+    def _limits(self, params: PlannerParams) -> np.ndarray:
+        shares = (
+            params.relocate_share, params.similar_share, params.within_share, params.two_share, params.cell_share,
+        )  # fmt: skip
+        same_slot = self.problem.num_slots if self.problem.equal_samples else 0
+        return np.array([self.problem.max_tokens, *(round(1024 * s) for s in shares), same_slot], np.int64)
+
+    def run(
+        self,
+        params: PlannerParams,
+        hot: float,
+        until: float,
+        progress: Callable[..., float],
+        leg: int = LEG_PROPOSALS,
+    ) -> None:
+        """Anneal from ``hot`` to the cold temperature (shares of a unit's mean time) until ``progress`` says
+        ``until``."""
+        mean_ns, limits = self._mean_ns(), self._limits(params)
+        begin = progress(self.proposals, self.idle, self.gap)
+        cold = min(hot, params.cold_temperature) or 1e-12
+        legs = 0
+        while (now := progress(self.proposals, self.idle, self.gap)) < until:
+            if legs == 1 and now > begin:  # the first leg, cold, shows how many proposals the budget holds
+                planned = leg * (until - begin) / (now - begin)
+                hot = max(cold, hot * min(1.0, planned / (AMPLE * self.problem.num_samples)) ** 2)
+            legs += 1
+            share = (now - begin) / (until - begin) if legs > 1 else 1.0
+            temperature = int(mean_ns * 2 * hot * (cold / hot) ** share) if hot > 0 else 0
+            self._anneal(temperature, leg, limits)
+        self.best_cell_of = np.empty_like(self._best_cells)
+        self.best_cell_of[self.costs.order] = self._best_cells
+        self.restart()

@@ -1,0 +1,1 @@
+"""The planner's settings for one cluster: an Optuna study."""

@@ -1,0 +1,197 @@
+"""What one setting is worth on one step batch, relative to the planner's defaults on the same batch.
+
+Costs of a batch: predicted step time, predicted time of moving experts away from the step before, and planning time
+beyond what the rollout hides. In trials "the step before" is always the defaults' plan of it, so that batches can be
+tried in any order and every setting starts from the same placements.
+
+Planning time is the processor time of planning in one thread: it does not depend on what else the machine does, nor on
+the number of workers of the study. A host with more cores runs the chains of a portfolio side by side and plans faster.
+
+Invariant: the defaults are worth 1 on every batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from profiler import RoutePackError
+from search.joint import plan_step
+from search.params import PlannerParams
+from search.plan import Plan, check_plan
+from search.tuning.task import TuneParams, TuneTask
+
+
+@dataclass(frozen=True, slots=True)
+class BatchScore:
+    """Hold how one setting did on one batch; seconds."""
+
+    name: str
+    seed: int
+    step_time_s: float
+    move_s: float
+    """Moving experts from where the step before left them."""
+    plan_s: float
+    default_s: float
+    """Predicted step time without a planner: first-fit decreasing, experts in place."""
+    lower_bound_s: float
+    reference_step_s: float
+    """Step time and moves of the planner's defaults on the same batch and seed."""
+    reference_plan_s: float
+
+    @property
+    def step_value(self) -> float:
+        """Step time and moves over those of the defaults."""
+        return (self.step_time_s + self.move_s) / self.reference_step_s
+
+    @property
+    def plan_value(self) -> float:
+        """Planning time over that of the defaults."""
+        return self.plan_s / self.reference_plan_s
+
+    def value(self, hidden_planning_s: float) -> float:
+        """Return (step time + moves + exposed planning time) over the same of the defaults; less is better."""
+        exposed_s = max(0.0, self.plan_s - hidden_planning_s)
+        reference_s = self.reference_step_s + max(0.0, self.reference_plan_s - hidden_planning_s)
+        return (self.step_time_s + self.move_s + exposed_s) / reference_s
+
+
+def objectives_of(scores: Sequence[BatchScore], params: TuneParams) -> list[float]:
+    """Return what a study minimises: means over batches, one number or (step time, planning time)."""
+    if params.two_objectives:
+        return [statistics.fmean(s.step_value for s in scores), statistics.fmean(s.plan_value for s in scores)]
+    return [study_value(scores, params)]
+
+
+def study_value(scores: Sequence[BatchScore], params: TuneParams) -> float:
+    """Return the mean value over batches; less is better. With two objectives it is that of the step time."""
+    return statistics.fmean(batch_value(score, params) for score in scores)
+
+
+def batch_value(score: BatchScore, params: TuneParams) -> float:
+    """Return the value of one batch."""
+    return score.step_value if params.two_objectives else score.value(params.hidden_planning_s)
+
+
+class Scorer:
+    """Plan batches of a task with any setting; what the defaults make of them is planned once, when first needed."""
+
+    def __init__(self, task: TuneTask) -> None:
+        self.task = task
+        self.planning_s = 0.0
+        """Wall time spent inside the planner so far."""
+        self._chain: list[tuple[Plan, BatchScore]] = []
+
+    def warm_up(self) -> None:
+        """Compile the kernels: compiling is not planning."""
+        tiny = replace(self.task.base, max_iterations=1, starts=1, alternations=1, placement_swaps=1, extra_rows=0)
+        index, cap, seed = self.task.tuned[0], self.task.max_tokens, self.task.seed
+        with contextlib.suppress(RoutePackError):  # so short a search may break a limit that others keep
+            first, _ = self.plan(tiny, cap, index, seed)
+            self.plan(tiny, cap, index, seed, first)
+        self.planning_s = 0.0
+
+    def score(self, setting: Mapping[str, Any], index: int) -> BatchScore:
+        """Plan one batch with a setting after the defaults' plan of the batch before.
+
+        Raises
+        ------
+        RoutePackError
+            If the batch cannot be planned or its value is not finite: the setting is infeasible.
+        """
+        params, cap = self.task.planner_of(setting)
+        previous = self._defaults(index - 1)[0] if index else None
+        _, reference = self._defaults(index)
+        if (params, cap) == (self.task.base, self.task.max_tokens):
+            return reference
+        return self.planned(params, cap, index, self.task.seed, previous, reference)[1]
+
+    def planned(
+        self,
+        params: PlannerParams,
+        cap: int,
+        index: int,
+        seed: int,
+        previous: Plan | None,
+        reference: BatchScore | None,
+    ) -> tuple[Plan, BatchScore]:
+        """Return the plan of a batch and its score; without a ``reference`` it is compared with itself."""
+        task = self.task
+        plan, plan_s = self.plan(params, cap, index, seed, previous)
+        step_s, move_s = plan.predicted.step_time_s, plan.moves.seconds
+        score = BatchScore(
+            task.names[index], seed, step_s, move_s, plan_s, plan.default.step_time_s, plan.lower_bound_s,
+            reference.reference_step_s if reference else step_s + move_s,
+            reference.reference_plan_s if reference else plan_s,
+        )  # fmt: skip
+        if not all(math.isfinite(v) and v > 0 for v in (step_s, batch_value(score, task.params))):
+            raise RoutePackError(
+                f"Batch {score.name}: the step time is {step_s} s and the objective {batch_value(score, task.params)}."
+            )
+        return plan, score
+
+    def plan(
+        self, params: PlannerParams, cap: int, index: int, seed: int, previous: Plan | None = None
+    ) -> tuple[Plan, float]:
+        """Return a checked plan and the processor time it took, seconds."""
+        task = self.task
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        try:
+            plan = plan_step(
+                task.batches[index], task.tables_of(cap), task.spec, task.topology, cap, params, seed=seed,
+                previous=previous, num_threads=1,
+            )  # fmt: skip
+        except RoutePackError as error:
+            raise RoutePackError(f"Batch {task.names[index]}: {error}") from None
+        finally:
+            plan_s = time.process_time() - cpu_s
+            self.planning_s += time.perf_counter() - wall_s
+        check_plan(plan, task.batches[index].lengths, task.spec.num_experts)
+        return plan, plan_s
+
+    def _defaults(self, index: int) -> tuple[Plan, BatchScore]:
+        """Return the defaults' plan and score of a batch; each plan starts from that of the batch before."""
+        while len(self._chain) <= index:
+            previous, task = self._chain[-1][0] if self._chain else None, self.task
+            try:
+                planned = self.planned(task.base, task.max_tokens, len(self._chain), task.seed, previous, None)
+            except RoutePackError as error:
+                raise RoutePackError(
+                    f"The planner's own settings, which all are compared with, fail. {error} Start from others."
+                ) from None
+            self._chain.append(planned)
+        return self._chain[index]
+
+
+def trial_metrics(scores: Sequence[BatchScore], params: TuneParams) -> dict[str, float]:
+    """Return the numbers worth tracking of a trial's batches: means, then the step time and value of each."""
+    if not scores:
+        return {}
+    metrics = {
+        "objective": study_value(scores, params),
+        "step_time_s": statistics.fmean(s.step_time_s for s in scores),
+        "move_s": statistics.fmean(s.move_s for s in scores),
+        "plan_s": statistics.fmean(s.plan_s for s in scores),
+        "gap_to_bound": statistics.fmean(s.step_time_s / s.lower_bound_s - 1 for s in scores),
+    }
+    if params.two_objectives:
+        metrics["plan_value"] = statistics.fmean(s.plan_value for s in scores)
+    for score in scores:
+        metrics[f"step_time_s.{score.name}"] = score.step_time_s
+        metrics[f"value.{score.name}"] = batch_value(score, params)
+    return metrics
+
+
+def scores_to_json(scores: Sequence[BatchScore]) -> list[dict[str, Any]]:
+    """Return scores as plain dictionaries."""
+    return [asdict(score) for score in scores]
+
+
+def scores_of_json(stored: Sequence[Mapping[str, Any]]) -> list[BatchScore]:
+    """Return the scores that a trial's ``scores`` attribute holds."""
+    return [BatchScore(**score) for score in stored]

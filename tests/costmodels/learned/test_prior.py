@@ -1,0 +1,269 @@
+"""A new GPU from few points: synthetic siblings whose true times are known, and the design of what to time."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from costmodels import CostModel, fit_cost_model, tables_for
+from costmodels.fit import fit_operation
+from costmodels.fit_prior import add_prior
+from costmodels.learned.prior import PRIOR_RESIDUAL, TransferredModel, fit_discrepancy
+from costmodels.operations.catalog import OPERATIONS
+from costmodels.points import choose_points, random_points
+from profiler import RoutePackError, Topology
+
+OP = OPERATIONS["experts"]
+FLOOR_US, WORK_US, ROW_US = 12.0, 6.0 / 1.2e8, 0.002
+TOPOLOGY = Topology(data_parallel_size=4, expert_model_parallel_size=4)
+
+
+def new_gpu_us(rows):
+    """The synthetic device with another floor, arithmetic and bandwidth, and the same bump."""
+    work = WORK_US * rows["padded_rows"] * rows["hidden_size"] * rows["inter_size"]
+    bump = np.exp(0.15 * np.sin(np.log2(rows["rows"] / rows["active_experts"])))
+    return (FLOOR_US + work + ROW_US * rows["rows"]) * bump
+
+
+@pytest.fixture(scope="module")
+def new_gpu(synthetic):
+    """Raw features and times of all experts cases on the new GPU, one percent of noise."""
+    kept = synthetic.measurements(ops=("experts",)).rows
+    rows = {name: np.asarray(kept[name], dtype=np.float64) for name in OP.features}
+    noise = np.random.default_rng(7).standard_normal(rows["rows"].size)
+    return {**rows, "time_us": new_gpu_us(rows) * np.exp(0.01 * noise)}
+
+
+def take(rows, index):
+    return {name: column[index] for name, column in rows.items()}
+
+
+def features_of(rows):
+    return {name: rows[name] for name in OP.features}
+
+
+def fresh_points(rows, count, seed=0):
+    return choose_points(OP, features_of(rows), count, seed)
+
+
+def join(rows, index, priors, params, fingerprint):
+    own, held_out = fit_operation(OP, "forward", take(rows, index), params)
+    model, _ = add_prior(own, held_out, take(rows, index), params, fingerprint, priors)
+    return own, model
+
+
+def median_error(model, rows, index):
+    asked = take(rows, np.setdiff1d(np.arange(rows["rows"].size), index))
+    predicted, _ = model.predict_us(features_of(asked))
+    return float(np.median(np.abs(predicted / new_gpu_us(asked) - 1.0)))
+
+
+def sibling(fitted, name, arch="none", twist=None):
+    """The fitted cost model under another device's name; ``twist`` replaces its experts model."""
+    models = dict(fitted.models)
+    if twist is not None:
+        models["experts", "forward"] = twist
+    return replace(fitted, models=models, fingerprint=replace(fitted.fingerprint, name=name, arch=arch))
+
+
+@pytest.fixture(scope="module")
+def misleading(fitted, synthetic):
+    """A model of the same operation with a wild residual of its own: worse than knowing nothing."""
+    kept = synthetic.measurements(ops=("experts",)).rows
+    rows = {name: np.asarray(kept[name], dtype=np.float64) for name in (*OP.features, "time_us")}
+    rows["time_us"] = rows["time_us"] * np.exp(1.5 * np.sin(2.5 * np.log2(rows["rows"])))
+    return fit_operation(OP, "forward", rows, synthetic.fast)[0]
+
+
+@pytest.mark.parametrize("count", [20, 40])
+def test_few_points_with_a_sibling_beat_few_points_alone(fitted, synthetic, new_gpu, count):
+    index = fresh_points(new_gpu, count)
+    own, model = join(new_gpu, index, [fitted], synthetic.fast, fitted.fingerprint)
+    assert model.kind == "prior"
+    assert median_error(model, new_gpu, index) < 0.6 * median_error(own, new_gpu, index)
+    assert "the same architecture" in model.reasons[-1]
+
+
+def test_a_prior_that_makes_it_worse_is_refused_and_named(fitted, synthetic, new_gpu, misleading):
+    index = fresh_points(new_gpu, 60)
+    bad = sibling(fitted, "misleading", twist=misleading)
+    own, model = join(new_gpu, index, [bad], synthetic.fast, fitted.fingerprint)
+    assert not isinstance(model, TransferredModel)
+    assert "misleading" in model.reasons[-1]
+    assert "refused" in model.reasons[-1]
+    asked = features_of(new_gpu)
+    assert model.predict_us(asked)[0].tobytes() == own.predict_us(asked)[0].tobytes()
+
+
+def test_of_one_architecture_the_prior_with_the_least_error_is_taken(fitted, synthetic, new_gpu, misleading):
+    index = fresh_points(new_gpu, 40)
+    priors = [sibling(fitted, "misleading", twist=misleading), sibling(fitted, "helpful")]
+    _, model = join(new_gpu, index, priors, synthetic.fast, fitted.fingerprint)
+    assert model.prior.name == "helpful"
+    assert "least held-out error" in model.reasons[-1]
+
+
+def test_the_same_architecture_goes_before_another_one(fitted, synthetic, new_gpu, misleading):
+    index = fresh_points(new_gpu, 40)
+    priors = [sibling(fitted, "foreign", arch="sm_1"), sibling(fitted, "kin")]
+    _, model = join(new_gpu, index, priors, synthetic.fast, fitted.fingerprint)
+    assert model.prior.name == "kin"
+    assert "foreign passed over" in model.reasons[-1]
+    _, model = join(new_gpu, index, priors[:1], synthetic.fast, fitted.fingerprint)
+    assert model.prior.name == "foreign"
+    assert "another architecture" in model.reasons[-1]
+
+
+def test_rows_too_few_to_tell_use_the_prior_and_say_so(fitted, synthetic, new_gpu):
+    index = fresh_points(new_gpu, 4)
+    _, model = join(new_gpu, index, [fitted], synthetic.fast, fitted.fingerprint)
+    assert model.kind == "prior"
+    assert "cannot tell" in model.reasons[-1]
+    assert median_error(model, new_gpu, index) < median_error(fitted.models["experts", "forward"], new_gpu, index)
+
+
+def test_an_operation_that_no_prior_holds_says_so(fitted, synthetic, new_gpu):
+    models = {key: model for key, model in fitted.models.items() if key[0] != "experts"}
+    _, model = join(new_gpu, fresh_points(new_gpu, 20), [replace(fitted, models=models)], synthetic.fast,
+                    fitted.fingerprint)  # fmt: skip
+    assert model.reasons[-1] == "no prior holds experts forward"
+
+
+def test_a_shape_timed_on_the_sibling_alone_counts_as_timed(fitted, synthetic, new_gpu):
+    here = np.flatnonzero(new_gpu["hidden_size"] == 1024)
+    _, model = join(new_gpu, here, [fitted], synthetic.fast, fitted.fingerprint)
+    there = take(new_gpu, np.flatnonzero(new_gpu["hidden_size"] == 512))
+    predicted, outside = model.predict_us(features_of(there))
+    assert not outside.any()
+    assert np.median(np.abs(predicted / new_gpu_us(there) - 1.0)) < 0.05
+    assert np.isfinite(model.half_width(features_of(there))).all()
+
+
+def test_intervals_are_those_of_the_joint_model(fitted, synthetic, new_gpu):
+    own, model = join(new_gpu, fresh_points(new_gpu, 60), [fitted], synthetic.fast, fitted.fingerprint)
+    asked = features_of(new_gpu)
+    known = model._known_family(asked)
+    assert known.any()
+    assert np.median(model.half_width(asked)[known]) < np.median(own.half_width(asked)[known])
+
+
+@pytest.fixture(scope="module")
+def transferred(fitted, synthetic):
+    """A whole cost model from a tenth of the rows, with a prior."""
+    few = synthetic.measurements(keep=0.1, seed=3)
+    return fit_cost_model(few, fitted.spec, TOPOLOGY, 4096, synthetic.fast, priors=[fitted])
+
+
+@pytest.fixture(scope="module")
+def folder(transferred, tmp_path_factory):
+    path = tmp_path_factory.mktemp("transfer") / "costmodel"
+    transferred.save(path)
+    return path
+
+
+def test_saved_and_loaded_predict_the_same_bits(transferred, folder, synthetic):
+    loaded = CostModel.load(folder)
+    kinds = [model.kind for model in transferred.models.values()]
+    assert "prior" in kinds
+    assert [model.kind for model in loaded.models.values()] == kinds
+    for (op, direction), model in transferred.models.items():
+        asked = {name: np.array([float(row[name]) for row in synthetic.rows[op]()]) for name in OPERATIONS[op].features}
+        again = loaded.models[op, direction]
+        for one, other in zip(model.predict_us(asked), again.predict_us(asked), strict=True):
+            assert one.tobytes() == other.tobytes()
+        assert model.half_width(asked).tobytes() == again.half_width(asked).tobytes()
+    assert loaded.validation == transferred.validation
+    assert loaded.freeze(loaded.spec, loaded.topology, loaded.max_tokens).tables_hash == transferred.tables.tables_hash
+
+
+def test_a_transferred_model_is_a_prior_itself(transferred, folder, synthetic, new_gpu, tmp_path):
+    index = fresh_points(new_gpu, 30)
+    prior = CostModel.load(folder)
+    _, model = join(new_gpu, index, [prior], synthetic.fast, prior.fingerprint)
+    assert model.kind == "prior"
+    chain = replace(transferred, models={**transferred.models, ("experts", "forward"): model})
+    chain.save(tmp_path / "chain")
+    asked = features_of(new_gpu)
+    loaded = CostModel.load(tmp_path / "chain").models["experts", "forward"]
+    assert loaded.predict_us(asked)[0].tobytes() == model.predict_us(asked)[0].tobytes()
+
+
+def test_damage_to_the_prior_is_noticed(transferred, tmp_path):
+    transferred.save(tmp_path / "costmodel")
+    victims = sorted((tmp_path / "costmodel" / "prior" / "residuals").glob("*.npz"))
+    assert victims
+    victims[0].write_bytes(victims[0].read_bytes()[:-1] + b"x")
+    with pytest.raises(RoutePackError, match="changed after it was written"):
+        CostModel.load(tmp_path / "costmodel")
+
+
+def test_planning_needs_no_learning_library(transferred, folder):
+    assert tables_for(folder, transferred.spec, TOPOLOGY, 4096).tables_hash == transferred.tables.tables_hash
+    code = (
+        "import sys\nfrom costmodels import StepTables\n"
+        f"StepTables.load({str(folder / 'tables.npz')!r})\n"
+        "print([name for name in ('lightgbm', 'sklearn', 'scipy.optimize') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_discrepancy_is_the_mean_of_its_parts(synthetic):
+    rng = np.random.default_rng(0)
+    inputs = {"a": rng.normal(size=40), PRIOR_RESIDUAL: rng.normal(size=40)}
+    target = 0.1 + 0.05 * inputs["a"]
+    parts = {name: fit_discrepancy((name,), inputs, target, synthetic.fast) for name in ("scale", "gaussian", "trees")}
+    together = fit_discrepancy(("scale", "gaussian", "trees"), inputs, target, synthetic.fast)
+    mean = np.mean([part.log_ratio(inputs) for part in parts.values()], axis=0)
+    assert np.allclose(together.log_ratio(inputs), mean, rtol=0, atol=1e-12)
+    assert not fit_discrepancy((), inputs, target, synthetic.fast).log_ratio(inputs).any()
+    assert np.allclose(parts["gaussian"].log_ratio(inputs), target, atol=0.02)
+
+
+def test_chosen_points_hold_both_ends_and_repeat(new_gpu):
+    candidates = features_of(new_gpu)
+    chosen = choose_points(OP, candidates, 20)
+    assert np.unique(chosen).size == 20
+    assert candidates["rows"][chosen].min() == candidates["rows"].min()
+    assert candidates["rows"][chosen].max() == candidates["rows"].max()
+    assert np.array_equal(chosen, choose_points(OP, candidates, 20))
+    assert not np.array_equal(chosen, choose_points(OP, candidates, 20, seed=1))
+
+
+def test_chosen_points_cover_the_cases_better_than_random_ones(new_gpu):
+    candidates = features_of(new_gpu)
+    logs = np.log(np.stack([candidates[name] for name in ("rows", "hidden_size", "inter_size", "max_rows")], axis=1))
+
+    def gap(chosen):
+        return np.sqrt(((logs[:, None] - logs[None, chosen]) ** 2).sum(axis=2)).min(axis=1).mean()
+
+    random = np.mean([gap(random_points(OP, candidates, 20, seed)) for seed in range(10)])
+    assert gap(choose_points(OP, candidates, 20)) < random
+
+
+def test_chosen_points_do_not_depend_on_threads_or_hash_seed(new_gpu, tmp_path):
+    np.savez(tmp_path / "rows.npz", **features_of(new_gpu))
+    code = (
+        "import numpy as np\nfrom costmodels.points import choose_points\n"
+        "from costmodels.operations.catalog import OPERATIONS\n"
+        f"rows = dict(np.load({str(tmp_path / 'rows.npz')!r}))\n"
+        "print(choose_points(OPERATIONS['experts'], rows, 20).tolist())"
+    )
+    answers = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            env={"OMP_NUM_THREADS": threads, "PYTHONHASHSEED": threads, "PYTHONPATH": ":".join(sys.path)},
+        ).stdout
+        for threads in ("1", "2")
+    }  # fmt: skip
+    assert answers == {f"{choose_points(OP, features_of(new_gpu), 20).tolist()}\n"}
+
+
+def test_no_more_points_than_cases_and_not_less_than_one(new_gpu):
+    few = features_of(take(new_gpu, np.arange(7)))
+    assert choose_points(OP, few, 20).tolist() == list(range(7))
+    assert choose_points(OP, few, 1).size == 1
+    with pytest.raises(ValueError, match="count >= 1"):
+        choose_points(OP, few, 0)

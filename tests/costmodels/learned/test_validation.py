@@ -1,0 +1,65 @@
+"""Held-out rows share no group with the rows that were fitted."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodels.learned.validation import HeldOut, assign_folds, error_summary, family_groups, size_groups
+from costmodels.operations.catalog import OPERATIONS
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=200), st.integers(2, 7))
+def test_a_group_is_in_one_fold_and_folds_are_even(groups, folds):
+    groups = np.array(groups)
+    fold = assign_folds(groups, folds)
+    assert all(np.unique(fold[groups == group]).size == 1 for group in np.unique(groups))
+    sizes = [np.unique(groups[fold == k]).size for k in range(fold.max() + 1)]
+    assert max(sizes) - min(sizes) <= 1
+    assert fold.max() < folds
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_no_shape_and_size_is_on_both_sides(name, synthetic):
+    operation = OPERATIONS[name]
+    rows = list(synthetic.rows[name]())
+    columns = {key: np.array([row[key] for row in rows], dtype=np.float64) for key in rows[0]}
+    shape_and_size = [tuple(row[key] for key in (*operation.shape, *operation.size)) for row in rows]
+    splits = [size_groups(operation, columns)]
+    if operation.shape:
+        splits.append(family_groups(operation, columns))
+    for groups in splits:
+        fold = assign_folds(groups, 5)
+        where = {}
+        for key, k in zip(shape_and_size, fold, strict=True):
+            where.setdefault(key, set()).add(int(k))
+        assert all(len(folds) == 1 for folds in where.values())
+
+
+def test_sizes_of_published_experts_are_global_tokens():
+    operation = OPERATIONS["experts"]
+    columns = {name: np.array([64.0, 64.0, 64.0]) for name in operation.features}
+    columns["router_tokens"] = np.array([512.0, 0.0, 1024.0])
+    assert np.array_equal(size_groups(operation, columns), [36, 24, 40])
+
+
+def test_error_summary_by_hand():
+    found = error_summary(np.array([1.0, 2.2, 0.5]), np.array([1.0, 2.0, 1.0]))
+    assert found == {"median_pct": 10.0, "mape_pct": 20.0, "p95_pct": 46.0, "worst_pct": 50.0}
+
+
+def test_a_constant_correction_is_not_useful():
+    true = np.array([2.0, 4.0, 8.0])
+    assert not HeldOut("unseen sizes", true, true / 2, true, None).useful()
+    assert HeldOut("unseen sizes", true, true / 2, true * [1.0, 1.01, 0.99], None).useful()
+    assert not HeldOut("unseen sizes", true, true * 1.01, true * [1.5, 1.0, 1.0], None).useful()
+
+
+def test_report_names_all_contestants(fitted):
+    validation = fitted.validation["attention/forward"]
+    assert validation["kind"] != "baseline"
+    errors = validation["unseen sizes"]
+    assert errors["model"]["median_pct"] < errors["baseline"]["median_pct"]
+    assert errors["model"]["median_pct"] < errors["lightgbm_alone"]["median_pct"]
+    assert {"rows", "baseline", "trees", "smooth", "model"} <= set(validation["unseen shapes"])
+    assert {"rows", "baseline", "trees", "smooth", "curve", "model"} <= set(validation["largest sizes"])

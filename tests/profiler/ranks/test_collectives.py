@@ -1,0 +1,130 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from profiler import DeviceFingerprint, ModelSpec, ProfileParams, Topology
+from profiler.ranks.collectives import Stage, _above_link, _Move, _Round, _summary, link_rates
+from profiler.ranks.exchange_cases import (
+    PATTERNS,
+    UNIT_BYTES,
+    alltoall_case,
+    alltoall_features,
+    design_exchanges,
+    group_sizes,
+    largest_exchange,
+    split_bytes,
+)
+
+CONFIG = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64,
+}  # fmt: skip
+SPEC = ModelSpec.from_config(CONFIG, "small")
+PARAMS = ProfileParams(max_points=12, repeats=3, min_repeats=2, load_factor=2.0)
+CARD = DeviceFingerprint("cuda", "nvidia", "sm_90", "card", 132, 141, "NVLink 450 GB/s", 8, network="8 x 400 Gb/s IB")
+
+
+class Backend:
+    kind = "cpu"
+
+
+class Group:
+    rank = 0
+
+
+def stage(fingerprint=CARD):
+    return Stage(Group(), Backend(), PARAMS, fingerprint)
+
+
+@pytest.mark.parametrize("group", [2, 3, 8])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_splits_keep_to_what_the_busiest_rank_may_move(pattern, group):
+    for busiest in (1024, 12_345, 10**8):
+        split = split_bytes(pattern, group, busiest, np.random.default_rng(1))
+        assert (split >= 0).all()
+        assert not (split % UNIT_BYTES).any()
+        features = alltoall_features(split, per_node=group)
+        assert busiest - group * UNIT_BYTES <= features["bytes"] <= busiest
+        assert features["inter_bytes"] == 0
+        assert features["ranks"] == group
+        if pattern == "sparse":
+            assert (split.sum(axis=0) == 0).any()
+            assert (split.sum(axis=1) == 0).any()
+
+
+def test_bytes_over_the_border_are_those_of_the_busiest_rank():
+    split = np.array([[1, 2, 3, 4], [0, 0, 0, 0], [5, 0, 0, 9], [0, 0, 0, 0]]) * 16
+    assert alltoall_features(split, per_node=2) == {"bytes": 14 * 16, "inter_bytes": 7 * 16, "ranks": 4}
+    # The backward pass sends the same back: its busiest rank is as busy.
+    assert alltoall_features(split.T, per_node=2) == alltoall_features(split, per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "per_node", "expected"),
+    [(8, 8, 8, [8]), (4, 8, 8, [4, 8]), (16, 16, 8, [8, 16]), (64, 16, 8, [8, 16]), (3, 4, 4, [4]), (2, 2, 1, [2])],
+)
+def test_groups_are_those_that_the_job_can_form(block, size, per_node, expected):
+    topology = Topology(data_parallel_size=block, expert_model_parallel_size=block)
+    assert group_sizes(topology, size, per_node) == expected
+
+
+def test_the_design_spans_a_kib_to_the_fullest_exchange_and_reports_cuts():
+    topology = Topology(data_parallel_size=8, expert_model_parallel_size=8)
+    asked = (SPEC, topology, 4096, PARAMS, [4, 8], 4)
+    room = dict.fromkeys(("4", "8", "inside", "between"), 2**40)
+    cases, limits = design_exchanges(*asked, room)
+    assert not limits
+    assert [case.case_id("forward", "") for case in cases] == [
+        case.case_id("forward", "") for case in design_exchanges(*asked, room)[0]
+    ]
+    for ranks in (4, 8):
+        group = [case for case in cases if case.op == "alltoall" and case.features["ranks"] == ranks]
+        assert {case.pattern for case in group} == {"empty", *PATTERNS}
+        sizes = sorted(case.features["bytes"] for case in group)
+        assert sizes[:2] == [0, 1024]
+        # 4096 tokens x 2 choices of 64 numbers in 16 bits: twice the mean load of a rank.
+        assert sizes[-1] == largest_exchange(SPEC, topology, 4096, PARAMS) == 4096 * 2 * 2 * 64 * 2
+        assert all((case.features["inter_bytes"] > 0) == (ranks == 8) for case in group if case.pattern == "even")
+    moved = [case for case in cases if case.op == "transfer"]
+    assert 16 * 3 * 64 * 32 in {case.features["bytes"] for case in moved}
+    assert {case.features["inter_bytes"] == case.features["bytes"] for case in moved} == {True, False}
+    small, limits = design_exchanges(*asked, room | {"8": 4096})
+    assert [(limit["op"], limit["designed"]) for limit in limits] == [("alltoall", 4096)]
+    assert max(case.features["bytes"] for case in small if case.features.get("ranks") == 8) <= 4096
+
+
+def rounds(*skews, time_us=1000.0):
+    return [_Round((time_us, time_us / 2), skew, 1, 0.1) for skew in skews]
+
+
+def summary(seen, fingerprint=CARD, size=2048):
+    case = alltoall_case("even", split_bytes("even", 2, size, np.random.default_rng(0)), 2)
+    return _summary(stage(fingerprint), case, seen, _Move(lambda: None, lambda: True, (0, 1), ""))
+
+
+def test_rounds_that_began_apart_are_dropped_and_too_many_fail_the_case():
+    # FC-29: start skew.
+    row = summary(rounds(10.0, 5000.0, 30.0, 20.0))
+    assert (row["status"], row["time_us"], row["skew_us"], len(row["repeats_us"])) == ("ok", 1000.0, 20.0, 3)
+    assert row["message"] == "1 of 4 rounds dropped: rank 1 began up to 5000 us late (limit 2000)"
+    assert row["rank"] == 0
+    row = summary(rounds(10.0, 5000.0, 6000.0))
+    assert (row["status"], row["skew_us"], row["rank"]) == ("failed", 5000.0, 1)
+    assert "time_us" not in row
+    # A long exchange may begin a little further apart.
+    assert summary(rounds(5000.0, 5000.0, time_us=1e5))["status"] == "ok"
+
+
+def test_what_is_faster_than_the_links_was_not_measured():
+    # FC-29: bandwidth above the link rate.
+    assert link_rates(CARD) == (450e9, 400e9)
+    assert link_rates(dataclasses.replace(CARD, interconnect="", network="")) == (0.0, 0.0)
+    row = summary(rounds(0.0, 0.0, time_us=1.0), size=2**20)
+    assert row["status"] == "failed"
+    assert row["message"] == "524 GB/s inside a node cannot be: the links carry 450."
+    assert summary(rounds(0.0, 0.0, time_us=2.0), size=2**20)["status"] == "ok"
+    unknown = dataclasses.replace(CARD, interconnect="")
+    assert summary(rounds(0.0, 0.0, time_us=1.0), unknown, 2**20)["status"] == "ok"
+    between = alltoall_case("even", split_bytes("even", 2, 2**20, np.random.default_rng(0)), 1)
+    assert "between nodes cannot be" in _above_link(stage(), between, 1.0)

@@ -1,0 +1,166 @@
+"""The profile's page: data apart from pictures, opened in a real browser; it says what is wrong."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from profiler import DeviceFingerprint, Measurements
+from profiler.cases.case import case_id, causal_pairs
+from routepack_tune.reports.profile import REPORT_FILE, failures, render_profile, write_profile_report
+from routepack_tune.reports.profile_figures import anchor_course, far_from, operation_rows, peak_tflops, plot_times
+
+DEVICE = DeviceFingerprint(
+    kind="cuda", vendor="nvidia", arch="sm_90", name="NVIDIA H100", units=132, memory_gib=80, interconnect="NVLink",
+    ranks_per_node=8, software={"torch": "2.13.0"}, clock_max_mhz=1830,
+)  # fmt: skip
+STEADY = {"steady": True, "problems": [], "busy_share": 0.91, "drift": 0.02, "foreign_cpu_share": 0.01}
+READINGS = [{"case_id": "a", "time_us": t, "readings": {"clock_mhz": c}}
+            for t, c in ((100.0, 1830), (101.0, 1800), (99.0, 1830))]  # fmt: skip
+
+
+def row(op, features, time_us, **more):
+    values = {"op": op, "direction": "forward", "status": "ok", "source": "measured", "dtype": "bfloat16",
+              "time_us": time_us, "repeats_us": [time_us], "pattern": "single", **features, **more}  # fmt: skip
+    return {"case_id": case_id(op, values["direction"], "bfloat16", features), **values}
+
+
+def rows_of_a_device():
+    """Return rows by formulas with a little noise, one dense row five times too slow and one that failed; synthetic."""
+    rng = np.random.default_rng(0)
+    heads = {"num_heads": 8, "num_kv_heads": 8, "qk_head_dim": 64, "v_head_dim": 64, "window": 0}
+    for i, tokens in enumerate(np.geomspace(64, 16384, 16).astype(int).tolist()):
+        noise = float(np.exp(0.01 * rng.normal()))
+        f = {"tokens": tokens, "n": 1024, "k": 1024}
+        slow = 5.0 if i == 9 else 1.0
+        yield row("dense", f, slow * noise * (5 + tokens * 2 * 1024 * 1024 / 5e8), flag="slow" if slow > 1 else "")
+        pairs = int(causal_pairs(tokens, 0))
+        a = {"tokens": tokens, "pairs": pairs, "num_sequences": 1, "max_length": tokens, **heads}
+        yield row("attention", a, noise * (8 + 4 * 64 * 8 * pairs / 3e8))
+        yield row(
+            "alltoall", {"bytes": tokens * 2048, "inter_bytes": 0, "ranks": 8}, noise * (20 + tokens * 2048 / 3e5)
+        )
+    empty = dict.fromkeys(("rows", "active_experts", "padded_rows", "max_rows", "router_tokens"), 0)
+    yield row("experts", {**empty, "local_experts": 4, "hidden_size": 64, "inter_size": 32, "num_experts": 8}, 12.0)
+    failed = row("dense", {"tokens": 99999, "n": 1024, "k": 1024}, None, status="oom", message="no <room>")
+    yield {**failed, "repeats_us": []}
+
+
+def measured(**meta):
+    return Measurements.from_rows(rows_of_a_device(), {
+        "fingerprint": DEVICE.to_dict(), "model": {"name": "tiny"}, "dtype": "bfloat16", "steadiness": STEADY,
+        "anchor": {"readings": READINGS, "drift": 0.02}, "params": {"max_drift": 0.25}, **meta,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return measured()
+
+
+def test_every_operation_knows_its_physics_and_its_doubtful_rows(plain):
+    found = {rows.op: rows for rows in operation_rows(plain)}
+    assert set(found) == {"attention", "dense", "experts", "alltoall"}
+    dense = found["dense"]
+    assert np.flatnonzero(dense.doubtful_R).tolist() == [9]
+    assert dense.flagged == 1
+    clean = ~dense.doubtful_R
+    np.testing.assert_allclose(dense.physics_us[clean], dense.time_us[clean], rtol=0.15)
+    # 16384 x 1024 x 1024 in its time; all-to-all computes nothing but moves its bytes.
+    assert dense.tflops_R[-1] == pytest.approx(2 * 16384 * 1024 * 1024 / dense.time_us[-1] / 1e6)
+    assert np.isnan(found["alltoall"].tflops_R).all()
+    assert found["alltoall"].gbps_R[-1] == pytest.approx(16384 * 2048 / found["alltoall"].time_us[-1] / 1e3)
+    assert np.isnan(found["experts"].physics_us).all()
+    # Timed here, experts route no tokens: their rows are their size.
+    counts = {"rows": 512, "active_experts": 4, "padded_rows": 512, "max_rows": 128, "router_tokens": 0}
+    shape = {"local_experts": 4, "hidden_size": 64, "inter_size": 32, "num_experts": 8}
+    (timed,) = operation_rows(Measurements.from_rows([row("experts", counts | shape, 30.0)], plain.meta))
+    assert (timed.size_label, timed.size_R.tolist()) == ("rows", [512])
+
+
+def test_a_row_far_from_the_line_is_doubtful_by_the_scatter_of_the_others():
+    time, line = np.array([100.0, 101.0, 99.0, 100.0, 130.0]), np.full(5, 100.0)
+    assert far_from(time, line).tolist() == [False, False, False, False, True]
+    assert not far_from(time, np.full(5, np.nan)).any()
+    # The same 30% is nothing where all rows scatter.
+    assert not far_from(np.array([70.0, 140.0, 95.0, 80.0, 130.0]), line).any()
+
+
+def test_the_peak_comes_from_silicon_and_clock_or_is_unknown():
+    assert peak_tflops(DEVICE.to_dict(), "bfloat16") == pytest.approx(989.4, abs=0.5)  # NVIDIA states 989.
+    assert peak_tflops(DEVICE.to_dict(), "float32") == 0
+    assert peak_tflops({"arch": "x86_64", "units": 2}, "bfloat16") == 0
+
+
+def test_the_anchors_course_is_relative_and_takes_old_readings():
+    times, clocks = anchor_course(READINGS)
+    assert times.tolist() == [1.0, 1.01, 0.99]
+    assert clocks.tolist() == pytest.approx([1, 1800 / 1830, 1])
+    times, clocks = anchor_course([{"case_id": "a", "time_us": 2.0, "readings": "1830 MHz"}])
+    assert times.tolist() == [1.0]
+    assert np.isnan(clocks).all()
+
+
+def test_pictures_are_drawn_on_given_axes(plain):
+    ax = plot_times(next(rows for rows in operation_rows(plain) if rows.op == "dense"))
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert ax.get_xlabel() == "tokens"
+
+
+def test_the_page_says_what_failed_what_is_doubtful_and_what_was_left_out(plain):
+    assert failures(plain) == [("dense forward", "oom", "no <room>", 1)]
+    limit = {"op": "dense", "what": "tokens", "wanted": 9000, "designed": 4000, "reason": "needs 9 GiB"}
+    rounds = [{"cases": 20, "errors_pct": {"dense": 8.25}, "minutes": 0.5, "stopped_by": ""},
+              {"cases": 10, "errors_pct": {"dense": 4.1}, "minutes": 0.3, "stopped_by": "target_error"}]  # fmt: skip
+    ranks = [{"rank": r, "host": "node1", "device": "NVIDIA H100", "speed": s} for r, s in ((0, 1.0), (1, 1.08))]
+    text = render_profile(measured(limits=[limit], rounds=rounds, ranks=ranks))
+    for words in ("no &lt;room&gt;", "1 doubtful rows", "needs 9 GiB", "8.2", "target error", "Slowest: rank 1",
+                  "<b>Yes.</b>", "measured times", "With nothing to do it takes 12.0"):  # fmt: skip
+        assert words in text, words
+    # Nothing is loaded: every reference is to a part of the page or holds its data.
+    assert not re.search(r'\b(src|href)="(?!#|data:)', text)
+    assert "<script" not in text
+
+
+def test_the_verdict_of_an_unsteady_profile_leads_the_page():
+    bad = {**STEADY, "steady": False, "problems": ["other processes used 23% of the CPU that this one may use"]}
+    text = render_profile(measured(steadiness=bad))
+    assert "<b>No.</b>" in text
+    assert text.index("used 23%") < text.index("Operations")
+
+
+def test_published_tables_are_called_so():
+    rows = [{**one, "source": "published"} for one in rows_of_a_device()]
+    fingerprint = {**DEVICE.to_dict(), "origin": "published", "clock_max_mhz": 0}
+    text = render_profile(Measurements.from_rows(rows, {"fingerprint": fingerprint, "model": None}))
+    assert "published times" in text
+    assert "measured times" not in text
+    assert "against the best that was seen" in text
+    assert "Was the device steady" not in text
+
+
+def test_the_page_opens_in_a_browser(tmp_path, plain):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium here to open the page")
+    path = write_profile_report(plain, tmp_path)
+    assert path == tmp_path / REPORT_FILE
+    common = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
+    shown = subprocess.run(
+        [*common, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert shown.stdout.count("<svg") == 1 + len(operation_rows(plain))
+    assert shown.stdout.rstrip().endswith("</html>")
+    image = tmp_path / "page.png"
+    shot = [*common, "--window-size=1000,4000", f"--screenshot={image}", path.as_uri()]
+    subprocess.run(shot, capture_output=True, timeout=60, check=True)
+    import matplotlib.image
+
+    pixels = matplotlib.image.imread(image)[..., :3]
+    blue = (pixels[..., 2] - pixels[..., 0] > 0.4).sum()
+    # The measured points are blue and nothing else on the page is.
+    assert blue > 300

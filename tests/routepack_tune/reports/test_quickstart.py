@@ -1,0 +1,185 @@
+"""The report: its data is computed apart from its pictures, and the page loads nothing."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routepack_tune.api import _planner
+from routepack_tune.reports.comparison import (
+    TUNED,
+    Outcome,
+    compare_planners,
+    loads_before_and_after,
+    lost_share,
+    rank_load,
+)
+from routepack_tune.reports.figures import (
+    as_svg,
+    parity,
+    plot_history,
+    plot_hottest,
+    plot_parity,
+    plot_rank_load,
+    plot_time_split,
+    short_name,
+    tuning_history,
+)
+from routepack_tune.reports.quickstart import Report, headline, parities_of, render, write_report
+from routepack_tune.steps.traces import load_step_batch
+from search import BASELINES, DEFAULT_BASELINE, build_problem, price_baseline
+
+
+def outcome(name, step_s, lost=0.1):
+    return Outcome(name, step_s, step_s / 2, step_s / 4, step_s / 4, lost, 3, 0.01)
+
+
+@given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.integers(1, 3), st.integers(0, 10**6))
+def test_rank_load_is_relative_to_every_rows_mean(rows, blocks, ranks, layers, seed):
+    loads = np.random.default_rng(seed).integers(1, 100, (rows, blocks, ranks, layers))
+    found = rank_load(loads)
+    assert found.relative_LP.shape == (layers, ranks)
+    assert found.relative_LP.mean(axis=1) == pytest.approx(np.ones(layers))
+    assert found.hottest.min() >= 1 - 1e-12
+    slow = [loads[r, b, :, i].max() / loads[r, b, :, i].mean()
+            for r in range(rows) for b in range(blocks) for i in range(layers)]  # fmt: skip
+    assert found.hottest == pytest.approx(np.array(slow))
+
+
+def test_rank_load_without_rows_is_even():
+    found = rank_load(np.zeros((2, 1, 4, 3), np.int64))
+    assert (found.relative_LP == 1).all()
+    assert found.hottest.size == 0
+
+
+def test_tuning_history_knows_best_and_infeasible():
+    trials = [{"number": n, "value": v} for n, v in enumerate([1.0, 0.8, None, 0.9, float("nan"), 0.7])]
+    history = tuning_history(trials[::-1])
+    assert history.numbers.tolist() == [0, 1, 3, 5]
+    assert history.best.tolist() == [1.0, 0.8, 0.8, 0.7]
+    assert history.infeasible.tolist() == [2, 4]
+    assert tuning_history([]).numbers.size == 0
+
+
+def test_parity_keeps_ends_and_error_of_all():
+    true = np.arange(1.0, 5001.0)
+    found = parity("x", true, true * 1.1, most=100)
+    assert found.true_us.size == 100
+    assert (found.true_us[0], found.true_us[-1]) == (1.0, 5000.0)
+    assert found.median_error == pytest.approx(0.1)
+    assert parity("x", np.array([np.nan, 0.0]), np.array([1.0, 1.0])).true_us.size == 0
+
+
+def test_names_fit_under_bars():
+    assert short_name(DEFAULT_BASELINE) == "FFD + identity"
+    assert short_name(TUNED) == "RoutePack-Tune"
+
+
+@pytest.fixture
+def planner(job):
+    return _planner(None, job.costmodel, job.config, False)
+
+
+def test_comparison_covers_default_baselines_and_tuned(job, planner):
+    batches = [load_step_batch(job.steps / f"step0{i}.npz", planner.spec) for i in (0, 1)]
+    found = compare_planners(planner, batches)
+    assert found[0].planner == DEFAULT_BASELINE
+    assert found[-1].planner == TUNED
+    assert {one.planner for one in found} <= {*BASELINES, TUNED}
+    problem = build_problem(batches[0], planner.tables, planner.spec, planner.topology, planner.max_tokens)
+    priced, rows = price_baseline(problem, DEFAULT_BASELINE)
+    other = build_problem(batches[1], planner.tables, planner.spec, planner.topology, planner.max_tokens)
+    default_s = priced.step_time().step_time_s
+    assert found[0].step_s == pytest.approx(
+        (default_s + price_baseline(other, DEFAULT_BASELINE)[0].step_time().step_time_s) / 2
+    )
+    assert lost_share(problem, default_s, rows) == pytest.approx(1 - _ideal(problem, rows) / default_s)
+    for one in found:
+        assert one.step_s == pytest.approx(one.attention_s + one.experts_s + one.rest_s)
+        assert 0 <= one.lost_share < 1
+
+
+def _ideal(problem, rows):
+    from search import balanced_ns
+
+    return balanced_ns(problem, rows) * 1e-9 / problem.tables.pipeline_stages
+
+
+@pytest.fixture
+def report(job, planner):
+    batch = load_step_batch(job.step, planner.spec)
+    before, after = loads_before_and_after(planner, batch, planner.plan(batch))
+    true = np.geomspace(1, 1000, 50)
+    return Report(
+        title="A <title>", subtitle="synthetic & predicted",
+        outcomes=[outcome(DEFAULT_BASELINE, 2.0, 0.4), outcome("first-fit decreasing + LPT", 1.5), outcome(TUNED, 1.0)],
+        before=before, after=after, history=tuning_history([{"number": 0, "value": 1.0}, {"number": 1, "value": 0.9}]),
+        parities=[parity("experts forward", true, true * 1.02)], facts={"device": "<H200>"},
+        notes=["backward is assumed 2x forward"], marks={"times": "synthetic batches, predicted times"},
+    )  # fmt: skip
+
+
+class Links(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.found += [v for k, v in attrs if k in ("src", "href", "xlink:href") and not v.startswith(("#", "data:"))]
+
+
+def test_page_is_whole_and_loads_nothing(report, tmp_path):
+    page = write_report(tmp_path / "report.html", report).read_text()
+    links = Links()
+    links.feed(page)
+    assert links.found == []
+    assert not {"script", "link", "iframe"} & set(links.tags)
+    assert links.tags.count("svg") == 5
+    assert "url(http" not in page
+    assert "A &lt;title&gt;" in page
+    assert "&lt;H200&gt;" in page
+    for words in ("synthetic batches, predicted times", "assumed", "2.00x", "40.0% → 10.0%", "median error 2.0%"):
+        assert words in page
+    assert "prefers-color-scheme" in page
+    assert page.rstrip().endswith("</html>")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_ids_of_pictures_do_not_collide(report):
+    page = render(report)
+    clips = [set(re.findall(r'<clipPath id="([^"]+)"', svg)) for svg in page.split("<svg")[1:]]
+    assert sum(map(len, clips)) == len(set().union(*clips))
+
+
+def test_headline_compares_with_default_and_best_baseline(report):
+    assert headline(report.outcomes) == {
+        "over_default": 2.0, "over_best_baseline": 1.5, "default_lost": 0.4, "tuned_lost": 0.1
+    }  # fmt: skip
+
+
+def test_plots_draw_on_given_axes(report):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots(1, 5)
+    assert plot_time_split(report.outcomes, axes[0]) is axes[0]
+    assert plot_rank_load(report.before, "t", 1.5, axes[1]) is axes[1]
+    assert plot_hottest(report.before, report.after, axes[2]) is axes[2]
+    assert plot_history(report.history, axes[3]) is axes[3]
+    assert plot_parity(report.parities[0], axes[4]) is axes[4]
+    assert "currentColor" in as_svg(axes[0].figure, "x")
+
+
+def test_parities_come_from_the_cost_model(tmp_path):
+    from costmodels.tables import npz_bytes
+
+    true = np.arange(1.0, 10.0)
+    arrays = {"experts_forward_true_us": true, "experts_forward_predicted_us": true * 1.1}
+    (tmp_path / "parity.npz").write_bytes(npz_bytes(arrays))
+    found = parities_of(tmp_path)
+    assert [(one.name, round(one.median_error, 3)) for one in found] == [("experts forward", 0.1)]

@@ -1,0 +1,116 @@
+"""The registry: a champion, the one before it, and the way back, in a real MLflow store."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from profiler import RoutePackError
+from routepack_tune import load_planner, tune
+from routepack_tune.cli import main
+from routepack_tune.study.verbs import rollback
+from routepack_tune.tracking.registry import (
+    CHAMPION,
+    PREVIOUS,
+    RolledBack,
+    planner_signature,
+    promote,
+    roll_back,
+    tracking_at,
+)
+from routepack_tune.tracking.store import own_uri, quiet_mlflow
+
+
+@pytest.fixture
+def registry(study_template, tmp_path):
+    """A copy of a store that exists, its client and its URI: making one takes seconds."""
+    shutil.copy(study_template.folder / "study" / "mlflow.db", tmp_path / "mlflow.db")
+    uri = own_uri(tmp_path)
+    return quiet_mlflow().MlflowClient(tracking_uri=uri, registry_uri=uri), uri
+
+
+def aliases(client, name):
+    return {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
+
+
+def test_registering_moves_both_aliases_and_a_rollback_exchanges_them(registry):
+    client, uri = registry
+    client.create_registered_model("tiny")
+    for number in (1, 2, 3):
+        client.create_model_version("tiny", source=uri)
+        promote(client, "tiny", str(number))
+        promote(client, "tiny", str(number))  # a second time changes nothing
+        expected = {CHAMPION: str(number)} | ({PREVIOUS: str(number - 1)} if number > 1 else {})
+        assert aliases(client, "tiny") == expected
+    assert rollback("tiny", uri) == RolledBack("tiny", champion="2", previous="3")
+    assert aliases(client, "tiny") == {CHAMPION: "2", PREVIOUS: "3"}
+    assert rollback("tiny", uri) == RolledBack("tiny", champion="3", previous="2")
+    assert aliases(client, "tiny") == {CHAMPION: "3", PREVIOUS: "2"}
+
+
+def test_rollback_says_why_it_cannot(registry, tmp_path, monkeypatch):
+    client, uri = registry
+    with pytest.raises(RoutePackError, match=r"'nobody'.*no version to go back to.*no version at all"):
+        roll_back("nobody", uri)
+    client.create_registered_model("one")
+    client.create_model_version("one", source=uri)
+    promote(client, "one", "1")
+    with pytest.raises(RoutePackError, match=r"@champion is 1, @previous is not set, versions 1"):
+        roll_back("one", uri)
+    assert aliases(client, "one") == {CHAMPION: "1"}
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(RoutePackError, match="Give --tracking-uri or set MLFLOW_TRACKING_URI"):
+        rollback("one")
+    with pytest.raises(RoutePackError, match="folder store"):
+        rollback("one", "./mlruns")
+    with pytest.raises(RoutePackError, match="is no file"):
+        rollback("one", f"sqlite:///{tmp_path}/typo.db")
+    assert not (tmp_path / "typo.db").exists()
+
+
+def test_rollback_finds_the_store_in_the_environment(registry, monkeypatch):
+    client, uri = registry
+    client.create_registered_model("tiny")
+    for number in (1, 2):
+        client.create_model_version("tiny", source=uri)
+        promote(client, "tiny", str(number))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert rollback("tiny").champion == "1"
+
+
+def test_rollback_without_a_server_is_one_line(tmp_path):
+    with pytest.raises(RoutePackError, match=r"could not roll back 'tiny'.*try again") as caught:
+        roll_back("tiny", "http://me:secret@127.0.0.1:9")
+    assert "secret" not in str(caught.value)
+
+
+def test_registered_bundle_resolves_by_alias_and_is_the_same(study_template, small_ranges, tmp_path, capsys):
+    job = study_template
+    study = tmp_path / "own"
+    tune(job.steps, job.costmodel, job.config, study, trials=1)
+    assert main(["deploy", str(study), "--out", str(tmp_path / "bundle"), "--register", "tiny"]) == 0
+    captured = capsys.readouterr()
+    assert "models:/tiny@champion" in captured.out
+    assert "Error" not in captured.err
+    mlflow = quiet_mlflow()
+    with tracking_at(mlflow, own_uri(study)):
+        version = mlflow.MlflowClient().get_model_version_by_alias("tiny", "champion")
+        assert int(version.version) == 1
+        assert version.run_id == json.loads((study / "study.json").read_text())["tracking"]["run_id"]
+        loaded = load_planner("models:/tiny@champion")
+        model = mlflow.pyfunc.load_model("models:/tiny@champion")
+        planned = model.predict([str(job.step)])
+        signature = mlflow.models.get_model_info("models:/tiny@champion").signature
+        copy = tmp_path / "copy"
+        mlflow.artifacts.download_artifacts(artifact_uri="models:/tiny@champion", dst_path=str(copy))
+        with pytest.raises(RoutePackError, match="nobody"):
+            load_planner("models:/nobody@champion")
+    assert signature.inputs.to_dict() == planner_signature().inputs.to_dict()
+    assert signature.outputs.to_dict() == planner_signature().outputs.to_dict()
+    expected = load_planner(tmp_path / "bundle")
+    assert loaded.plan(job.step).plan_hash == expected.plan(job.step).plan_hash == planned[0]["plan_hash"]
+    for name in ("planner.yaml", "tables.npz"):
+        assert (copy / "artifacts" / "bundle" / name).read_bytes() == (tmp_path / "bundle" / name).read_bytes()
+    assert not list(copy.rglob("*.pkl"))

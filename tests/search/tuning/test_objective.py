@@ -1,0 +1,83 @@
+"""Defaults are worth 1 on every batch, costs add up, and a batch's score does not depend on what was tried before."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from small_tasks import make_task
+
+from profiler import RoutePackError
+from search import PlannerParams, plan_step
+from search.tuning.objective import BatchScore, Scorer, objectives_of, scores_of_json, scores_to_json, trial_metrics
+from search.tuning.task import TuneParams
+
+SCORE = BatchScore("b", 0, 8.0, 1.0, 3.0, 20.0, 7.0, 10.0, 4.0)
+"""Step 8 s + moves 1 s against 10 s of the defaults; planned in 3 s against 4 s."""
+
+
+def test_costs_add_up_relative_to_the_defaults():
+    assert SCORE.value(0.0) == pytest.approx((8 + 1 + 3) / (10 + 4))
+    assert SCORE.value(3.5) == pytest.approx(9 / 10.5)  # only what exceeds the hidden budget is charged, on both sides
+    assert SCORE.value(100.0) == SCORE.step_value == pytest.approx(0.9)
+    assert SCORE.plan_value == pytest.approx(0.75)
+    assert objectives_of([SCORE], TuneParams(two_objectives=True)) == pytest.approx([0.9, 0.75])
+    assert objectives_of([SCORE, replace(SCORE, step_time_s=9.0)], TuneParams(hidden_planning_s=5)) == [0.95]
+
+
+def test_the_defaults_are_worth_exactly_one_on_every_batch():
+    task = make_task(hidden_planning_s=0.0)
+    scorer = Scorer(task)
+    for index in reversed(task.tuned):
+        assert scorer.score(task.given_settings[0], index).value(0.0) == 1.0
+
+
+def test_a_score_does_not_depend_on_the_order_of_batches():
+    task, setting = make_task(), {"max_iterations": 200, "stickiness": 0.25}
+    forwards, backwards = Scorer(task), Scorer(task)
+    there = [forwards.score(setting, index) for index in (0, 1, 2)]
+    back = [backwards.score(setting, index) for index in (2, 1, 0)][::-1]
+    for a, b in zip(there, back, strict=True):
+        assert replace(a, plan_s=0, reference_plan_s=0) == replace(b, plan_s=0, reference_plan_s=0)
+
+
+def test_moves_are_counted_from_the_defaults_plan_of_the_batch_before():
+    task = make_task()
+    plans, previous = [], None
+    for index in range(3):
+        previous = plan_step(task.batches[index], task.tables, task.spec, task.topology, 64, task.base,
+                             seed=task.seed, previous=previous)  # fmt: skip
+        plans.append(previous)
+    params = replace(task.base, max_iterations=300, stickiness=0.0)
+    own = plan_step(task.batches[2], task.tables, task.spec, task.topology, 64, params, seed=0, previous=plans[1])
+    score = Scorer(task).score({"max_iterations": 300, "stickiness": 0.0}, 2)
+    assert own.moves.seconds > 0
+    assert (score.step_time_s, score.move_s) == (own.predicted.step_time_s, own.moves.seconds)
+    assert score.reference_step_s == plans[2].predicted.step_time_s + plans[2].moves.seconds
+    assert Scorer(task).score({"max_iterations": 300}, 0).move_s == 0  # the first batch has none before it
+
+
+def test_values_that_do_not_go_together_are_infeasible_with_their_names():
+    with pytest.raises(RoutePackError, match="within_share"):
+        Scorer(make_task()).score({"within_share": 0.9, "two_share": 0.9}, 0)
+
+
+def test_a_cap_below_the_longest_sample_names_the_batch():
+    task = make_task(caps=(20,))
+    with pytest.raises(RoutePackError, match=r"Batch step\d: .*max_tokens_per_microbatch = 20"):
+        Scorer(task).score({"max_tokens": 20}, 0)
+
+
+def test_metrics_are_finite_and_scores_survive_json():
+    task = make_task()
+    scores = [Scorer(task).score({"max_iterations": 200}, index) for index in task.tuned]
+    assert scores_of_json(scores_to_json(scores)) == scores
+    metrics = trial_metrics(scores, task.params)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert {f"value.{name}" for name in task.names[:3]} < set(metrics)
+    assert trial_metrics([], task.params) == {}
+
+
+def test_base_parameters_stay_the_planners_own():
+    params, cap = make_task().planner_of({"stickiness": 1.0})
+    assert params == replace(PlannerParams(max_iterations=1000, starts=1, placement_swaps=50), stickiness=1.0)
+    assert cap == 64

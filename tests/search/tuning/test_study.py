@@ -1,0 +1,178 @@
+"""A study resumes, counts the total, stops losers, and never completes what is infeasible."""
+
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from small_tasks import FAST, Recorder, make_task, new_study
+
+import search.tuning.objective
+from profiler import RoutePackError
+from search import Range, run_study
+from search.params import TUNABLE
+from search.tuning.study import MAX_REPEATS, run_trials, summarise
+
+optuna = pytest.importorskip("optuna")
+
+
+@pytest.fixture(autouse=True)
+def small_space(monkeypatch):
+    for name in list(TUNABLE):
+        monkeypatch.delitem(TUNABLE, name)
+    for name, knob in FAST.items():
+        monkeypatch.setitem(TUNABLE, name, knob)
+
+
+def test_study_counts_the_total_and_starts_from_the_defaults(tmp_path):
+    storage, task, seen = f"sqlite:///{tmp_path}/study.db", make_task(), Recorder()
+    summary = run_study(task, storage, "s", 3, trial_observer=seen)
+    assert sum(summary["trials"].values()) == 3
+    assert summary["history"][0]["params"]["max_iterations"] == 1000
+    assert summary["default"]["value"] == 1
+    assert summary["names"] == {"tuned": ["step0", "step1", "step2"], "holdout": ["step3"]}
+    assert summary["best"]["value"] == min(t["value"] for t in summary["history"] if t["state"] == "complete")
+    assert [number for number, *_ in seen.trials] == [0, 1, 2]
+    again = Recorder()
+    summary = run_study(task, storage, "s", 5, trial_observer=again)
+    assert [number for number, *_ in again.trials] == [3, 4]
+    assert len(summary["history"]) == 5
+    assert len(run_study(task, storage, "s", 5)["history"]) == 5
+
+
+def test_a_gain_that_is_not_proven_exports_the_defaults():
+    task = make_task()
+    study = new_study(task)
+    run_trials(task, study, 1, 0)
+    summary = summarise(task, study)
+    assert summary["export"] == "defaults"
+    assert summary["best"]["number"] == summary["default"]["number"] == 0
+    assert summary["holdout"]["gain_pct"] == 0
+
+
+def test_a_trial_that_loses_batch_by_batch_is_stopped_early(monkeypatch):
+    monkeypatch.setitem(TUNABLE, "max_iterations", Range(100, 200_000, log=True, integer=True))
+    # Long planning costs dearly here, and the given setting plans two hundred times as long as the defaults.
+    task = make_task(batches=9, hidden_planning_s=0.0, enqueue=[{"max_iterations": 200_000}])
+    study, seen = new_study(task), Recorder()
+    run_trials(task, study, 2, 0, seen)
+    loser = study.trials[1]
+    assert loser.state.name == "PRUNED"
+    assert len(loser.user_attrs["scores"]) == 3 < len(task.tuned)
+    number, state, metrics, reason = seen.trials[1]
+    assert (number, state) == (1, "pruned")
+    assert "3 of 7 batches" in reason
+    assert all(math.isfinite(value) for value in metrics.values())
+    summary = summarise(task, study)
+    assert summary["trials"]["pruned"] == 1
+    assert summary["history"][1] == {"number": 1, "value": pytest.approx(summary["history"][1]["value"]),
+                                     "params": loser.params, "state": "pruned", "batches": 3}  # fmt: skip
+
+
+def test_fc45_infeasible_settings_are_violations_with_their_reason_and_nothing_is_exported():
+    task, seen = make_task(cap=64), Recorder()
+    task = replace(task, base=replace(task.base, max_received_rows=1))
+    study = new_study(task)
+    run_trials(task, study, 2, 0, seen)
+    assert [(state, metrics) for _, state, metrics, _ in seen.trials] == [("infeasible", {})] * 2
+    assert [t.user_attrs["violation"] for t in study.trials] == [1.0, 1.0]
+    assert "max_received_rows = 1" in seen.trials[0][3]
+    with pytest.raises(RoutePackError, match=r"No trial of study .* is feasible: .*max_received_rows"):
+        summarise(task, study)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_fc45_a_non_finite_objective_never_completes_nor_wins(monkeypatch, bad):
+    real = search.tuning.objective.plan_step
+
+    def planned(batch, tables, spec, topology, cap, params, **how):
+        plan = real(batch, tables, spec, topology, cap, params, **how)
+        if params.max_iterations != 300:
+            return plan
+        return replace(plan, predicted=replace(plan.predicted, step_time_s=bad))
+
+    monkeypatch.setattr(search.tuning.objective, "plan_step", planned)
+    task, seen = make_task(enqueue=[{"max_iterations": 300}]), Recorder()
+    study = new_study(task)
+    run_trials(task, study, 3, 0, seen)
+    assert study.trials[1].state.name == "PRUNED"
+    assert f"step time is {bad}" in study.trials[1].user_attrs["infeasible"]
+    assert seen.trials[1][1:3] == ("infeasible", {})
+    assert summarise(task, study)["best"]["number"] != 1
+
+
+def test_repeated_settings_are_counted_but_not_planned_again_and_an_exhausted_space_ends(monkeypatch):
+    monkeypatch.delitem(TUNABLE, "hot_temperature")
+    monkeypatch.delitem(TUNABLE, "stickiness")
+    monkeypatch.setitem(TUNABLE, "max_iterations", replace(FAST["max_iterations"], low=999, high=1000))
+    task, seen = make_task(), Recorder()
+    study = new_study(task)
+    study.enqueue_trial(task.given_settings[0])
+    done = run_trials(task, study, 50, 0, seen)
+    assert done == len(seen.trials) == 2
+    counts = summarise(task, study)["trials"]
+    assert counts["complete"] + counts["pruned"] == 2
+    assert counts["duplicate"] >= MAX_REPEATS
+
+
+def test_two_objectives_give_a_front_and_never_plan_longer_than_the_defaults():
+    task = make_task(two_objectives=True)
+    study = new_study(task)
+    run_trials(task, study, 6, 0)
+    summary = summarise(task, study)
+    assert summary["trials"]["complete"] == 6
+    front = [(point["step_value"], point["plan_value"]) for point in summary["pareto"]]
+    assert front == sorted(front)
+    assert all(a[1] >= b[1] for a, b in itertools.pairwise(front))
+    best = study.trials[summary["best"]["number"]]
+    assert best.values[1] <= 1
+    assert summary["default"]["value"] == 1
+
+
+def test_overhead_and_importances_are_told():
+    task = make_task()
+    study = new_study(task)
+    run_trials(task, study, 5, 0)
+    summary = summarise(task, study)
+    assert 0 < summary["overhead"]["planning_s"] <= summary["overhead"]["total_s"]
+    assert set(summary["importances"]) <= set(FAST)
+
+
+KILLED = """
+import sys; sys.path[:0] = {path!r}
+import os, signal
+import small_tasks as here
+from search import Range, run_study
+from search.params import TUNABLE
+TUNABLE.clear(); TUNABLE.update(here.FAST)
+from search.tuning.objective import Scorer
+real, calls = Scorer.score, []
+def dying(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+Scorer.score = dying
+run_study(here.make_task(), {storage!r}, "s", 6)
+"""
+
+
+def test_killed_in_a_trial_it_continues_and_loses_none(tmp_path):
+    storage = f"sqlite:///{tmp_path}/study.db"
+    path = [os.path.dirname(__file__), *[p for p in sys.path if p]]
+    done = subprocess.run([sys.executable, "-c", KILLED.format(path=path, storage=storage)], capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    before = optuna.load_study(study_name="s", storage=storage).trials
+    assert [t.state.name for t in before][-1] == "RUNNING"
+    killed = len(before) - 1
+    summary = run_study(make_task(), storage, "s", 6)
+    after = optuna.load_study(study_name="s", storage=storage).trials
+    assert [t.values for t in after[:killed]] == [t.values for t in before[:killed]]
+    assert after[killed].state.name == "FAIL"
+    assert after[killed + 1].params == before[killed].params  # the interrupted setting gets another go
+    assert len(summary["history"]) == 6
+    assert summary["trials"]["failed"] == 1
