@@ -26,14 +26,17 @@ from search.packing.packer import LEG_PROPOSALS, PackChain, pack_costs
 from search.packing.seeds import equalised, pack_balanced, pack_staircase
 from search.params import PlannerParams
 from search.placement.movement import (
+    ASSUMED_GBYTES_PER_S,
     Residence,
     expert_bytes,
     expert_move_ns,
+    is_assumed,
     list_moves,
     nearer_home,
     placement_of_ranks,
     relabelled,
     residence_of,
+    stage_of_layers,
 )
 from search.placement.placer import PLACEMENT_SHARE, LayerLoads, first_ranks, place_rows
 from search.plan import Plan, StepTime, check_plan
@@ -115,8 +118,19 @@ def plan_step(
     )  # fmt: skip
     if old_LE is not None:
         seconds = expert_move_ns(spec, topology, tables, params) * 1e-9
-        moves = list_moves(old_LE, plan.placement_LE, problem.experts_per_rank, expert_bytes(spec, topology), seconds)
-        plan = replace(plan, moves=moves)
+        moves = list_moves(
+            old_LE,
+            plan.placement_LE,
+            problem.experts_per_rank,
+            expert_bytes(spec, topology),
+            seconds,
+            stage_of_layers(spec, topology),
+        )
+        assumed = (
+            f"Moves of experts are priced at an assumed {ASSUMED_GBYTES_PER_S:g} GB/s; link_gbytes_per_s states it."
+        )
+        notes = (*plan.notes, assumed) if is_assumed(tables, params) else plan.notes
+        plan = replace(plan, moves=moves, notes=notes)
     check_plan(plan, problem.lengths, problem.num_experts)
     _check_job(problem, plan)
     return plan

@@ -36,6 +36,12 @@ def sample_rank_rows(counts, order, rank_of, num_ranks):
 
 
 @njit(cache=True, nogil=True, inline="always")
+def over_cap_ns(peak, cap, row_ns):
+    """Return what the search charges for rows above the receive cap (:attr:`search.problem.Problem.receive_wall`)."""
+    return max(np.int64(0), peak - cap) * row_ns
+
+
+@njit(cache=True, nogil=True, inline="always")
 def layer_time_ns(layer_ns, shift, rows, sent, sent_ns):
     """Return the time of one MoE layer whose slowest rank has ``rows``, while some rank sends ``sent``.
 

@@ -46,7 +46,7 @@ class ExpertMoves:
     moved_bytes: int = 0
     """Parameters and optimizer state that change their rank."""
     seconds: float = 0.0
-    """Predicted time: layer after layer, the busiest receiving rank over its link (bandwidth assumed)."""
+    """Predicted time of the slowest pipeline stage: layer after layer, the busiest receiving rank over its link."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ from profiler import ModelSpec, RoutePackError, Topology
 from profiler.files import arrays_hash
 from search.params import PlannerParams
 
-RECEIVE_WALL_NS = 10**12
-"""Cost of every table node above the receive cap: more than any step, far below what int64 holds."""
+OVER_CAP_NS = 10**9
+"""What the search charges for a row above the receive cap, at most: far more than any row costs."""
+MOST_NS = 2**61
+"""Most that all such charges of a step may add up to, so that the objective fits int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Problem:
     """Tokens added by alignment; they cost like the sample's average token."""
     max_received_rows: int
     """Most rows an EP rank may receive in one row and layer; 0 for no limit."""
+    receive_slack: float
+    """Share of ``max_received_rows`` that the search keeps free."""
 
     @property
     def num_samples(self) -> int:
@@ -118,6 +122,18 @@ class Problem:
         """Logical experts of a layer (E)."""
         return self.counts.shape[2]
 
+    @property
+    def receive_wall(self) -> tuple[int, int]:
+        """Rows that an EP rank may receive for nothing, and what the *search* charges for each one above them, ns.
+
+        No price that is shown holds it: it only keeps the search below ``max_received_rows``. In one layer the peaks
+        of all (row, block) add up to at most all routed rows, which bounds the sum of all charges by ``MOST_NS``.
+        """
+        if self.max_received_rows == 0:
+            return 0, 0
+        weights = (self.num_blocks + 1) * max(1, int(self.counts.sum(dtype=np.int64)))
+        return max(1, round(self.max_received_rows * (1 - self.receive_slack))), min(OVER_CAP_NS, MOST_NS // weights)
+
     def sent_rows(self, cell_tokens: np.ndarray) -> np.ndarray:
         """Return the rows (token, expert pairs) that one rank of a slot sends, given the tokens of its cell."""
         return cell_tokens * self.top_k * self.topology.blocks_per_slot // self.topology.ranks_per_slot
@@ -149,7 +165,7 @@ def build_problem(
         counts=_fill_unknown(batch, lengths, spec.top_k),
         sequence_ns=np.ascontiguousarray((sequence * layers).T),
         cell_ns=np.ascontiguousarray(np.stack(tables.cell_ns) * layers),
-        expert_ns=_with_receive_cap(tables, params.max_received_rows, params.receive_slack),
+        expert_ns=tables.expert_rank_ns,
         exchange_ns=tables.exchange_ns,
         tables=tables,
         topology=topology,
@@ -161,24 +177,13 @@ def build_problem(
         unknown_samples=int((batch.known_tokens == 0).sum()),
         padding_tokens=int((lengths - batch.lengths).sum()),
         max_received_rows=params.max_received_rows,
+        receive_slack=params.receive_slack,
     )
 
 
 def padded_lengths(lengths: np.ndarray, alignment: int) -> np.ndarray:
     """Return lengths rounded up to a multiple of ``alignment``, int64."""
     return -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
-
-
-def _with_receive_cap(tables: StepTables, max_rows: int, slack: float) -> np.ndarray:
-    """Return the experts' table with a steep wall above the most rows a rank may receive.
-
-    The wall starts at the last node not above the cap, so that the search treats the cap as a cost it cannot pay.
-    """
-    if max_rows == 0:
-        return tables.expert_rank_ns
-    max_rows = max(1, round(max_rows * (1 - slack)))
-    nodes = np.arange(len(tables.expert_rank_ns), dtype=np.int64)
-    return tables.expert_rank_ns + np.maximum(0, nodes - (max_rows >> tables.rows_shift)) * RECEIVE_WALL_NS
 
 
 def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_tokens: int, alignment: int) -> None:

@@ -26,11 +26,13 @@ import numpy as np
 from numba import njit
 
 from costmodels import lookup_ns
-from search.load_kernels import layer_time_ns
+from search.load_kernels import layer_time_ns, over_cap_ns
 from search.packing.state import (
     S_BLOCKS,
+    S_CAP,
     S_FIXED,
     S_GROUP_CELLS,
+    S_OVER_CAP,
     S_ROWS_SHIFT,
     S_SENT_DEN,
     S_SENT_NUM,
@@ -47,12 +49,16 @@ def sent_rows(costs, tokens):
 
 @njit(cache=True, nogil=True, inline="always")
 def _peaks_ns(costs, peak, sent):
-    """Return the time of all MoE layers, given the rows of each layer's slowest rank."""
+    """Return the time of all MoE layers, given the rows of each layer's slowest rank, and the charge above the cap."""
     shift, layer_ns = costs.scalars[S_ROWS_SHIFT], costs.layer_ns
+    cap, row_ns = costs.scalars[S_CAP], costs.scalars[S_OVER_CAP]
     sent_ns = lookup_ns(costs.exchange_ns, shift, sent)
     total = np.int64(0)
     for m in range(peak.size):
         total += layer_time_ns(layer_ns, shift, np.int64(peak[m]), sent, sent_ns)
+    if row_ns > 0:
+        for m in range(peak.size):
+            total += over_cap_ns(np.int64(peak[m]), cap, row_ns)
     return total
 
 
@@ -132,7 +138,8 @@ def _objective_delta(state, blocks, block_a, delta_a, block_b, delta_b):
 def _least_experts_ns(costs, state, group, gained, lost, sent):
     """Bound from below the time of a group's MoE layers after it gains one sample and loses another.
 
-    The rank that is hottest now gives the least that the hottest can have then: one number a layer, not P.
+    The rank that is hottest now gives the least that the hottest can have then: one number a layer, not P. The charge
+    above the receive cap is left out: it only adds.
     """
     loads, rows, hot = costs.loads, state.group_peak, state.group_hot
     shift, layer_ns = costs.scalars[S_ROWS_SHIFT], costs.layer_ns

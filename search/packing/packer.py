@@ -40,7 +40,7 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
         scalars=np.array(
             [tables.tokens_shift, tables.rows_shift, problem.top_k * topology.blocks_per_slot,
              topology.ranks_per_slot, topology.slots_per_block, problem.blocks_per_unit,
-             problem.num_blocks // problem.blocks_per_unit, tables.row_fixed_ns], np.int64
+             problem.num_blocks // problem.blocks_per_unit, tables.row_fixed_ns, *problem.receive_wall], np.int64
         ),
     )  # fmt: skip
 

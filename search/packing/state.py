@@ -20,10 +20,12 @@ class PackCosts(NamedTuple):
     cell_ns: np.ndarray  # [C, K] int64
     exchange_ns: np.ndarray  # [K] int64, dispatch and combine of one MoE layer
     layer_ns: np.ndarray  # [2 K] int64, experts and exchange, then experts alone
-    scalars: np.ndarray  # [8] int64: see S_* below
+    scalars: np.ndarray  # [10] int64: see S_* below
 
 
 S_TOKENS_SHIFT, S_ROWS_SHIFT, S_SENT_NUM, S_SENT_DEN, S_GROUP_CELLS, S_UNIT_GROUPS, S_BLOCKS, S_FIXED = range(8)
+S_CAP, S_OVER_CAP = 8, 9
+"""Rows that a rank may receive, and the search's charge for each above them (0: no cap)."""
 
 
 class PackState(NamedTuple):

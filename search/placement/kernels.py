@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 
 from costmodels import lookup_ns
-from search.load_kernels import layer_time_ns
+from search.load_kernels import layer_time_ns, over_cap_ns
 from search.random_bits import random_below, random_threshold
 
 SIMILAR_OF_8 = 7
@@ -35,6 +35,8 @@ class LayerCosts(NamedTuple):
     layer_ns: np.ndarray  # [2 K] int64, experts and exchange, then experts alone
     exchange_ns: np.ndarray  # [K] int64
     shift: int  # rows between two nodes of the tables, as a power of two
+    cap: int  # rows that a rank may receive
+    over_cap_ns: int  # the search's charge for each row above the cap; 0 for no cap
 
 
 class LayerState(NamedTuple):
@@ -109,7 +111,8 @@ def _refresh_unit(costs, state, u):
 @njit(cache=True, nogil=True, inline="always")
 def _unit_ns(costs, state, peak, u):
     """Return the time of a unit whose slowest rank has ``peak`` rows."""
-    return layer_time_ns(costs.layer_ns, costs.shift, np.int64(peak), np.int64(costs.sent[u]), state.sent_ns[u])
+    time_ns = layer_time_ns(costs.layer_ns, costs.shift, np.int64(peak), np.int64(costs.sent[u]), state.sent_ns[u])
+    return time_ns + over_cap_ns(np.int64(peak), np.int64(costs.cap), np.int64(costs.over_cap_ns))
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -14,13 +14,11 @@ import numpy as np
 
 from costmodels import StepTables
 from profiler import ModelSpec, RoutePackError, Topology
-from profiler.model_spec import STATE_BYTES
 from search.packing.bins import slots_of_ranks
 from search.params import PlannerParams
 from search.plan import ExpertMoves, Plan
 from search.problem import Problem
 
-BYTES_PER_PARAMETER = STATE_BYTES
 ASSUMED_GBYTES_PER_S = 25.0
 """Bandwidth of one rank where neither the settings nor measurements say it."""
 
@@ -40,8 +38,12 @@ class Residence:
 
 
 def residence_of(previous: Plan, problem: Problem, spec: ModelSpec, params: PlannerParams) -> Residence:
-    """Return where experts lie and the price of moving one, spread over the horizon; prices add up over blocks."""
-    move_ns = expert_move_ns(spec, problem.topology, problem.tables, params) * problem.tables.pipeline_stages
+    """Return where experts lie and the price of moving one, spread over the horizon; prices add up over blocks.
+
+    The objective adds up the layers of all pipeline stages, which move at the same time: in it an expert costs its own
+    move, whatever the number of stages.
+    """
+    move_ns = expert_move_ns(spec, problem.topology, problem.tables, params)
     price = params.stickiness * move_ns * problem.num_blocks / max(1.0, params.horizon_steps)
     return Residence(_old_ranks(previous, problem), round(price))
 
@@ -72,16 +74,29 @@ def expert_move_ns(spec: ModelSpec, topology: Topology, tables: StepTables, para
     return expert_bytes(spec, topology) / (params.link_gbytes_per_s or ASSUMED_GBYTES_PER_S)
 
 
+def is_assumed(tables: StepTables, params: PlannerParams) -> bool:
+    """Tell whether the time of a move is neither stated nor measured."""
+    return params.link_gbytes_per_s == 0 and not tables.expert_move_ns
+
+
+def stage_of_layers(spec: ModelSpec, topology: Topology) -> np.ndarray:
+    """Return the pipeline stage of every MoE layer, [L]: chunks of layers dealt evenly to the stages in turn."""
+    stages = topology.pipeline_model_parallel_size
+    chunks = stages * topology.virtual_pipeline_model_parallel_size
+    return np.flatnonzero(spec.moe_layers) * chunks // spec.num_layers % stages
+
+
 def list_moves(
-    old_LE: np.ndarray, new_LE: np.ndarray, per_rank: int, bytes_each: int, seconds_each: float
+    old_LE: np.ndarray, new_LE: np.ndarray, per_rank: int, bytes_each: int, seconds_each: float, stage_L: np.ndarray
 ) -> ExpertMoves:
-    """List what changes its slot; the time is that of each layer's busiest receiving rank."""
+    """List what changes its slot; layers of a pipeline stage move one after another, each as long as its busiest
+    receiving rank, stages at the same time."""
     layers, experts = np.nonzero(old_LE != new_LE)
     pairs = [layers, experts, old_LE[layers, experts], new_LE[layers, experts]]
     received = np.zeros((len(new_LE), new_LE.shape[1]), np.int64)
     away = old_LE[layers, experts] // per_rank != new_LE[layers, experts] // per_rank
     np.add.at(received, (layers[away], new_LE[layers, experts][away] // per_rank), 1)
-    seconds = float(received.max(axis=1).sum()) * seconds_each
+    seconds = float(np.bincount(stage_L, weights=received.max(axis=1)).max()) * seconds_each
     return ExpertMoves(tuple(map(tuple, np.stack(pairs, 1).tolist())), int(away.sum()) * bytes_each, seconds)
 
 

@@ -26,6 +26,7 @@ class LayerLoads:
     """Hold what the placement of every layer depends on, for one packing."""
 
     def __init__(self, problem: Problem, unit_N: np.ndarray, sent_U: np.ndarray) -> None:
+        cap, row_ns = problem.receive_wall
         units = unit_expert_rows(problem.counts, unit_N, len(sent_U))
         self._costs = LayerCosts(
             counts=np.ascontiguousarray(units.transpose(1, 2, 0)),  # [L, E, U] here, one layer at a time below
@@ -33,6 +34,8 @@ class LayerLoads:
             layer_ns=np.concatenate([problem.expert_ns + problem.exchange_ns, problem.expert_ns]),
             exchange_ns=problem.exchange_ns,
             shift=problem.tables.rows_shift,
+            cap=cap,
+            over_cap_ns=row_ns,
         )
         self.num_layers, self.num_ranks, self.num_units = problem.num_layers, problem.num_ranks, len(sent_U)
 

@@ -251,5 +251,7 @@ def test_random_draws_are_in_range_and_near_their_law():
 
 
 def test_layer_time_of_no_rows_is_the_floor():
-    costs = LayerCosts(np.zeros((2, 3), np.int32), np.zeros(3, np.int32), np.array([9, 13, 7, 9]), np.array([2, 4]), 4)
+    costs = LayerCosts(
+        np.zeros((2, 3), np.int32), np.zeros(3, np.int32), np.array([9, 13, 7, 9]), np.array([2, 4]), 4, 0, 0
+    )
     assert fill_layer(costs, np.array([0, 1]), 2).unit_ns.tolist() == [9, 9, 9]

@@ -8,9 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import TOPOLOGIES, make_batch, make_spec, make_tables
 
-from profiler import RoutePackError
+from profiler import RoutePackError, Topology
+from profiler.model_spec import STATE_BYTES
 from search import PlannerParams, plan_step
-from search.placement.movement import BYTES_PER_PARAMETER, expert_bytes, placement_of_ranks, ranks_of_slots, relabelled
+from search.placement.movement import (
+    expert_bytes,
+    list_moves,
+    placement_of_ranks,
+    ranks_of_slots,
+    relabelled,
+    residence_of,
+    stage_of_layers,
+)
+from search.problem import build_problem
 
 PARAMS = PlannerParams(max_iterations=20_000, placement_swaps=1000, starts=2)
 TOPOLOGY = TOPOLOGIES[2]
@@ -45,11 +55,48 @@ def test_moves_are_listed_and_priced():
     for layer, expert, old, new in moved.moves.listed:
         assert first.placement_LE[layer, expert] == old != new == moved.placement_LE[layer, expert]
     away = sum(old // 2 != new // 2 for _, _, old, new in moved.moves.listed)
-    assert moved.moves.moved_bytes == away * 3 * 64 * 32 * BYTES_PER_PARAMETER
-    assert expert_bytes(case[2], TOPOLOGY) == 3 * 64 * 32 * BYTES_PER_PARAMETER
+    assert moved.moves.moved_bytes == away * 3 * 64 * 32 * STATE_BYTES
+    assert expert_bytes(case[2], TOPOLOGY) == 3 * 64 * 32 * STATE_BYTES
     assert moved.moves.seconds > 0
     kept = plan(case, previous=first, params={"stickiness": 1e9})
     assert kept.moves.listed == ()
+
+
+def test_stages_move_at_the_same_time():
+    topology = Topology(data_parallel_size=2, expert_model_parallel_size=2, pipeline_model_parallel_size=2)
+    spec = make_spec(layers=4)
+    assert stage_of_layers(spec, topology).tolist() == [0, 0, 1, 1]
+    interleaved = replace(topology, virtual_pipeline_model_parallel_size=2)
+    assert stage_of_layers(spec, interleaved).tolist() == [0, 1, 0, 1]
+    old = np.tile(np.arange(8), (4, 1))
+    new = old.copy()
+    new[0] = new[1] = np.roll(old[0], 4)  # every rank receives four
+    new[2, [0, 4]] = 4, 0  # and here one
+    stage = stage_of_layers(spec, topology)
+    assert list_moves(old, new, 4, 10, 0.5, stage).seconds == max(4 + 4, 1) * 0.5
+    assert list_moves(old, new, 4, 10, 0.5, np.zeros(4, np.int64)).seconds == (4 + 4 + 1) * 0.5
+
+
+@given(st.integers(0, 9), st.sampled_from((1, 2, 4)))
+def test_a_move_costs_a_stage_as_much_as_it_takes(seed, stages):
+    """In the objective, a sum over stages, an expert's move counts once: as wall time it is shared by the stages."""
+    topology = replace(TOPOLOGY, pipeline_model_parallel_size=stages)
+    spec = make_spec(layers=4)
+    tables = make_tables(np.random.default_rng(1), spec, topology, 64)
+    batch = make_batch(np.random.default_rng(seed), spec, [8] * 20)
+    problem = build_problem(batch, tables, spec, topology, 64)
+    first = plan_step(batch, tables, spec, topology, 64, replace(PARAMS, max_iterations=100, placement_swaps=10))
+    params = replace(PARAMS, stickiness=1.0, horizon_steps=1.0, link_gbytes_per_s=1.0)
+    home = residence_of(first, problem, spec, params)
+    assert home.move_ns == expert_bytes(spec, topology) * problem.num_blocks
+
+
+def test_an_assumed_link_is_said():
+    first = plan(make_case(0))
+    assumed = plan(make_case(5), previous=first)
+    assert any("assumed 25 GB/s" in note for note in assumed.notes)
+    stated = plan(make_case(5), previous=first, params={"link_gbytes_per_s": 25.0})
+    assert not any("assumed 25 GB/s" in note for note in stated.notes)
 
 
 def test_a_higher_price_moves_fewer_experts():
