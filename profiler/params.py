@@ -42,6 +42,8 @@ class ProfileParams:
     """One fixed case is timed again after this many cases, to see the device drift."""
     max_drift: float = 0.25
     """Relative drift of that case beyond which the sweep warns that the device is not steady."""
+    time_loops: bool = False
+    """Time kernels on CUDA that are Python loops of launches (linear attention without flash-linear-attention)."""
     retry_failed: bool = False
     """Time cases again whose last result was not ``ok``."""
     seed: int = 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from profiler.cases.case import Case, attention_features
 from profiler.cases.estimates import Rates, forward_flops
+from profiler.errors import RoutePackError
 from profiler.kernels.works import WORKS
 from profiler.params import ProfileParams
 
@@ -20,7 +21,13 @@ USABLE_MEMORY = 0.5
 
 
 def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:
-    """Time a GEMM, an attention core, a fill and a tiny GEMM; the best of a few runs each."""
+    """Time a GEMM, an attention core, a fill and a tiny GEMM; the best of a few runs each.
+
+    Raises
+    ------
+    RoutePackError
+        If the device cannot run one of them in the number type asked for: nothing else would be timed either.
+    """
     size = PROBE_SIZE[backend.kind]
     gemm = Case("dense", "", {"tokens": size, "n": size, "k": size})
     core = Case("attention", "single", attention_features((size,), PROBE_HEADS, 0), (size,))
@@ -36,5 +43,13 @@ def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:
 
 
 def _best_s(case: Case, backend: TorchBackend) -> float:
-    run, _ = WORKS[case.op](case, backend)
-    return min(backend.elapsed_us(run) for _ in range(TRIES)) * 1e-6
+    try:
+        run = WORKS[case.op](case, backend)[0]
+        return min(backend.elapsed_us(run) for _ in range(TRIES)) * 1e-6
+    except Exception as error:
+        first = str(error).split("\n")[0]
+        raise RoutePackError(
+            f"This {backend.kind} device cannot run {case.op} in {backend.dtype_name} "
+            f"({type(error).__name__}: {first}). "
+            "Set profile.dtype to a type that it computes (auto chooses one)."
+        ) from error

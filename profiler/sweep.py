@@ -173,7 +173,7 @@ def _exchange(journal: Journal, stage: Stage, question: _Question, observer: Obs
 def _by_id(journal: Journal) -> list[dict[str, Any]]:
     """Return the rows in order of id, those still in doubt after a second look marked."""
     doubts = doubtful_cases(journal.rows.values())
-    return [journal.rows[i] | ({"flag": DOUBT} if i in doubts else {}) for i in sorted(journal.rows)]
+    return [({"flag": DOUBT} if i in doubts else {}) | journal.rows[i] for i in sorted(journal.rows)]
 
 
 def _meta(journal: Journal, question: _Question) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 Warm up until two runs agree, then time runs one by one, each after the caches were displaced, and keep every sample.
 What the device cannot do becomes a row that says so, and the sweep goes on.
 
-Nothing runs that is not timed: the first warm-up run is also the one whose kernels are named, and the last forward run
-leaves the graph that the backward runs go over.
+Hardly anything runs that is not timed: the first warm-up run is also the one whose kernels are named, and the last
+forward run leaves the graph that the backward runs go over. Libraries' kernels clear what they saved for the backward:
+there an untimed forward run comes before every backward.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profiler.cases.case import DIRECTIONS, Case
+from profiler.kernels.choose import Work
 from profiler.kernels.works import WORKS
 from profiler.params import ProfileParams
 
@@ -30,6 +32,8 @@ MAX_WARM_UP = 6
 MORE_REPEATS = 3
 """Runs that scatter are repeated up to this many times as often, while the case has time."""
 MESSAGE_LENGTH = 200
+LAUNCH_BOUND = "launch-bound: the host launched longer than the flush before could hide"
+"""Flag of rows whose time holds launches that training hides; fits leave flagged rows out where others are near."""
 
 
 def time_case(
@@ -39,29 +43,41 @@ def time_case(
     rows: list[dict[str, Any]] = []
     try:
         with _no_garbage_collection():
-            run, inputs = WORKS[case.op](case, backend)
-            measured, output = _measure(run, "output", backend, params)
+            work = Work(*WORKS[case.op](case, backend))
+            measured, output = _measure(work.run, "output", backend, params)
             rows.append(_row(case, "forward", backend) | measured)
             if "backward" in directions:
-                upstream = backend.filled(*output.shape).to(output.dtype)
-
-                def backward() -> Any:
-                    return torch_grad(output, inputs, upstream)
-
-                rows.append(_row(case, "backward", backend) | _measure(backward, "gradient", backend, params)[0])
-    except (RuntimeError, NotImplementedError, MemoryError, ValueError, _NotFinite) as error:
-        failure = {"status": _status(error), "message": str(error).split("\n")[0][:MESSAGE_LENGTH]}
+                backward = Backward(work, output, backend.filled(*output.shape).to(output.dtype))
+                del output
+                measured, _ = _measure(backward.run, "gradient", backend, params, backward.prepare)
+                rows.append(_row(case, "backward", backend) | measured)
+    except Exception as error:  # any: libraries raise their own kinds, and one case must not end the sweep
+        kind = "" if isinstance(error, (_NotFinite, RuntimeError, ValueError)) else f"{type(error).__name__}: "
+        message = f"{kind}{error}".split("\n")[0]
+        failure = {"status": _status(error), "message": message[:MESSAGE_LENGTH]}
         rows += [_row(case, direction, backend) | failure for direction in directions[len(rows) :]]
     if any(row["status"] != "ok" for row in rows):
         backend.release()
     return rows
 
 
-def torch_grad(output: Any, inputs: Sequence[Any], upstream: Any) -> Any:
-    """Return the gradients of a run over its kept graph, so that it can be timed again."""
-    import torch
+class Backward:
+    """The backward run of a work: over one kept graph, or over a fresh one each time where a run spoils it."""
 
-    return torch.autograd.grad(output, inputs, upstream, retain_graph=True)
+    def __init__(self, work: Work, output: Any, upstream: Any) -> None:
+        self._work, self._output, self._upstream = work, output, upstream
+
+    def prepare(self) -> None:
+        """Make what the next run goes over; not part of what is timed."""
+        if not self._work.keeps_graph:
+            self._output = None  # freed before the next one needs the room
+            self._output = self._work.run()
+
+    def run(self) -> Any:
+        """Return the gradients."""
+        import torch
+
+        return torch.autograd.grad(self._output, self._work.inputs, self._upstream, retain_graph=self._work.keeps_graph)
 
 
 class _NotFinite(Exception):
@@ -90,16 +106,21 @@ def _check_finite(tensors: Any, what: str) -> None:
 
 
 def _measure(
-    run: Callable[[], Any], what: str, backend: TorchBackend, params: ProfileParams
+    run: Callable[[], Any],
+    what: str,
+    backend: TorchBackend,
+    params: ProfileParams,
+    prepare: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], Any]:
-    """Return the times of a run, and the result of the last of them."""
+    """Return the times of a run, and the result of the last of them; ``prepare`` comes before each, untimed."""
     deadline = time.perf_counter() + params.max_case_seconds / len(DIRECTIONS)
-    kernel, previous, kept = backend.named(run)
+    kernel, previous, kept = backend.named(run, prepare)
     _check_finite(kept, what)
     for _ in range(MAX_WARM_UP - 1):
         if time.perf_counter() + previous / 1e6 > deadline:
             break
         kept = None  # Freed before the next run needs the room, and after the clock stopped.
+        prepare()
         backend.flush()
         elapsed, kept = backend.timed(run)
         if abs(elapsed - previous) <= STEADY * previous:
@@ -108,14 +129,18 @@ def _measure(
     samples: list[float] = []
     while len(samples) < params.min_repeats or (_wants_more(samples, params) and time.perf_counter() < deadline):
         kept = None
+        prepare()
         backend.flush()
         elapsed, kept = backend.timed(run)
         samples.append(elapsed)
+    flag = {"flag": LAUNCH_BOUND} if backend.launch_bound else {}
+    return {"status": "ok", **times_of(samples), "kernel": kernel, **flag}, kept
+
+
+def times_of(samples: list[float]) -> dict[str, Any]:
+    """Return what a row says of its repeats, microseconds."""
     low, middle, high = np.percentile(samples, (25, 50, 75))
-    return {
-        "status": "ok", "time_us": float(middle), "spread_us": float(high - low), "repeats_us": samples,
-        "kernel": kernel,
-    }, kept  # fmt: skip
+    return {"time_us": float(middle), "spread_us": float(high - low), "repeats_us": samples}
 
 
 def _wants_more(samples: list[float], params: ProfileParams) -> bool:
@@ -137,4 +162,4 @@ def _status(error: BaseException) -> str:
 
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in str(error):
         return "oom"
-    return "failed" if isinstance(error, _NotFinite) else "unsupported"
+    return "unsupported" if isinstance(error, (RuntimeError, NotImplementedError, ValueError)) else "failed"

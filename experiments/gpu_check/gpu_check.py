@@ -105,7 +105,7 @@ def fitted_parity(measured: Measurements, model: CostModel) -> list[Line]:
             usable &= (rows[name] > 0) | (name in operation.zero_allowed)
         if usable.any():
             features = {name: rows[name][usable] for name in operation.features}
-            lines.append(line("fitted", op, rows["time_us"][usable] / model.predict_us(op, "forward", features)))
+            lines.append(line("fitted", op, rows["time_us"][usable] / model.predict_us(op, "forward", features)[0]))
     return lines
 
 

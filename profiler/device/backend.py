@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 FLUSH_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Written between runs, so that every run starts from caches that hold something else."""
 MAX_WRITES = 8
-"""Most writes of that buffer before one run: enough to hide launches of half a millisecond on a fast card."""
+"""Most writes of that buffer before one run: they hide launches of a third of a millisecond on a fast card; a run that
+launches for longer is marked."""
 COVER = 1.5
 """A flush lasts at least this many times as long as the host needs to launch the run behind it."""
 POOL_ELEMENTS = (1 << 21) + 7
@@ -62,6 +63,9 @@ class TorchBackend:
         self._pool = torch.randn(POOL_ELEMENTS, dtype=self.dtype, device=self.device, generator=self.generator)
         self._drawn = 0
         self._writes, self._write_s = 1, 0.0
+        self.launch_bound = False
+        """Whether the latest run's launches took longer than the most writes of a flush can cover."""
+        self.times_loops = params.time_loops
         self.busy_s = 0.0
         self.runs = 0
         """Runs timed so far, warm-up included."""
@@ -166,7 +170,8 @@ class TorchBackend:
                     event.record()
             end.synchronize()
             self._write_s = max(start.elapsed_time(end) * 1e-3, 1e-6)
-        self._writes = min(MAX_WRITES, max(1, math.ceil(COVER * launch_s / self._write_s)))
+        needed = max(1, math.ceil(COVER * launch_s / self._write_s))
+        self._writes, self.launch_bound = min(MAX_WRITES, needed), needed > MAX_WRITES
 
     def free_bytes(self) -> int:
         """Return the memory that is free now."""
@@ -191,13 +196,15 @@ class TorchBackend:
 
         return read_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
-    def named(self, run: Callable[[], Any]) -> tuple[str, float, Any]:
+    def named(self, run: Callable[[], Any], prepare: Callable[[], None] = lambda: None) -> tuple[str, float, Any]:
         """Return the names of what did the work in one run, its time as a warm-up run, and its result."""
+        prepare()
         if self.kind == "cuda":
             found = self._device_kernels(run)
             if found[0]:
                 return found
             del found  # Its result makes room for the next.
+            prepare()
         with _recorder() as names:
             elapsed, kept = self.timed(run)
         heavy = sorted(name for name in names if any(word in name for word in HEAVY_OPS))

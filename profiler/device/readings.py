@@ -20,6 +20,8 @@ SLOWDOWNS = {
     0x040: "its temperature (hardware)", 0x080: "the power brake",
 }  # fmt: skip
 """Bits of ``slowed_by`` that cost time; idle, application clocks and display clocks are no faults."""
+FAULTS = ("a hardware slowdown", "its temperature (hardware)", "its temperature (software)", "the power brake")
+"""Those that no setting asked for: cooling or power supply fail the card."""
 QUERIES = (
     ("clock_mhz", "clocks.sm"), ("memory_clock_mhz", "clocks.mem"), ("temperature_c", "temperature.gpu"),
     ("power_w", "power.draw"), ("power_limit_w", "enforced.power.limit"),

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from profiler.cases.case import Case, filled
+from profiler.kernels.choose import Work
 
 if TYPE_CHECKING:
     import torch
 
     from profiler.device.backend import TorchBackend
-    from profiler.kernels.choose import Work
 
     Core = Callable[..., torch.Tensor]
     CoreOf = Callable[[Case, TorchBackend], Core]
@@ -43,7 +43,7 @@ def attention_work(case: Case, backend: TorchBackend, core_of: CoreOf | None = N
         output = core(query_THD, key_TGD, value)
         return output[..., : f["v_head_dim"]] if extra > 0 else output
 
-    return run, (query_THD, key_TGD, value_TGD)
+    return Work(run, (query_THD, key_TGD, value_TGD))
 
 
 def packed_starts(case: Case, backend: TorchBackend) -> tuple[torch.Tensor, int]:

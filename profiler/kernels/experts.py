@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from profiler.cases.case import Case
+from profiler.kernels.choose import Work
 
 if TYPE_CHECKING:
     import torch
 
     from profiler.device.backend import TorchBackend
-    from profiler.kernels.choose import Work
 
 
 FLOAT8 = "float8_e4m3fn"
@@ -53,7 +53,7 @@ def experts_work(case: Case, backend: TorchBackend) -> Work:
         gate, up = multiply(rows_RH, gate_up_EIH, ends).chunk(2, dim=-1)
         return multiply(silu(gate) * up, down_EHI, ends)
 
-    return run, (rows_RH, gate_up_EIH, down_EHI)
+    return Work(run, (rows_RH, gate_up_EIH, down_EHI))
 
 
 def _multiply(rows_RK: torch.Tensor, weight_ENK: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -105,4 +105,4 @@ def dense_work(case: Case, backend: TorchBackend) -> Work:
 
         return linear(tokens, weight)
 
-    return run, (tokens, weight)
+    return Work(run, (tokens, weight))

@@ -78,7 +78,7 @@ def _grouped_linear_work(case: Case, backend: TorchBackend) -> Work:
         output: torch.Tensor = down(silu(gate) * up, splits)
         return output
 
-    return run, (rows_RH, *gate_up.parameters(), *down.parameters())
+    return Work(run, (rows_RH, *gate_up.parameters(), *down.parameters()))
 
 
 def _grouped_fits(case: Case, backend: TorchBackend) -> bool:

@@ -19,12 +19,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from profiler.cases.case import CHUNK_TOKENS, Case, filled
+from profiler.kernels.choose import Work
 
 if TYPE_CHECKING:
     import torch
 
     from profiler.device.backend import TorchBackend
-    from profiler.kernels.choose import Work
 
     Core = Callable[..., torch.Tensor]
     CoreOf = Callable[[tuple[int, ...], TorchBackend], Core]
@@ -51,7 +51,7 @@ def linear_attention_work(case: Case, backend: TorchBackend, core_of: CoreOf | N
         output: torch.Tensor = core(query, key, value_THV, -softplus(decay_TH.float()), write_TH.sigmoid())
         return output
 
-    return run, (query_TGK, key_TGK, value_THV, decay_TH, write_TH)
+    return Work(run, (query_TGK, key_TGK, value_THV, decay_TH, write_TH))
 
 
 def chunked_core(lengths: tuple[int, ...], backend: TorchBackend) -> Core:

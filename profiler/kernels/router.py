@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from profiler.cases.case import Case
+from profiler.kernels.choose import Work
 
 if TYPE_CHECKING:
     import torch
 
     from profiler.device.backend import TorchBackend
-    from profiler.kernels.choose import Work
 
 
 def router_work(case: Case, backend: TorchBackend) -> Work:
@@ -39,4 +39,4 @@ def router_work(case: Case, backend: TorchBackend) -> Work:
         rows_TKH = rows_RH.index_select(0, back_R).unflatten(0, (f["tokens"], f["top_k"]))
         return (share_TK.to(rows_TKH.dtype)[:, None] @ rows_TKH)[:, 0]
 
-    return run, (tokens_TH, weight_EH)
+    return Work(run, (tokens_TH, weight_EH))

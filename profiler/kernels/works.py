@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from profiler.cases.case import Case
 from profiler.kernels.attention import attention_work
-from profiler.kernels.choose import Kernel, TorchKernel, Work, pick_kernel
+from profiler.kernels.choose import Kernel, TorchKernel, Work, build_work
 from profiler.kernels.experts import dense_work, experts_work
 from profiler.kernels.libraries import DELTA_RULE, FLASH_ATTENTION, GROUPED_LINEAR
 from profiler.kernels.linear_attention import linear_attention_work
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "attention": (FLASH_ATTENTION, TorchKernel(attention_work)),
-    "linear_attention": (DELTA_RULE, TorchKernel(linear_attention_work)),
+    "linear_attention": (DELTA_RULE, TorchKernel(linear_attention_work, loops=True)),
     "dense": (TorchKernel(dense_work),),
     "router": (TorchKernel(router_work),),
     "experts": (GROUPED_LINEAR, TorchKernel(experts_work)),
@@ -27,8 +27,4 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
 """By operation, in the order in which they are asked; what ran is in the ``kernel`` column of every row."""
 
 
-def _work(op: str, case: Case, backend: TorchBackend) -> Work:
-    return pick_kernel(KERNELS[op], case, backend).build(case, backend)
-
-
-WORKS: dict[str, Callable[[Case, TorchBackend], Work]] = {op: partial(_work, op) for op in KERNELS}
+WORKS: dict[str, Callable[[Case, TorchBackend], Work]] = {op: partial(build_work, KERNELS[op]) for op in KERNELS}

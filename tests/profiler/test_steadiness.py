@@ -71,8 +71,7 @@ def test_a_quiet_sweep_is_steady(tmp_path):
         (np.linspace(100, 115, 20), {}, "14% slower at the end"),
         # Measured right after idling: the first readings show the ramp.
         ([180.0, 100.0, 100.0, 100.0, 100.0], {}, "left its median by 80%"),
-        ([100.0] * 5, {"clock_mhz": [1980, 1900, 1850, 1800, 1740]}, "clocks fell by 12%"),
-        ([100.0] * 5, {"slowed_by": [0x4, 0x4, 0x4, 0, 0]}, "clocks were held down by the power cap at 3 of 5 looks"),
+        ([100.0] * 5, {"slowed_by": [0x80, 0x80, 0, 0, 0]}, "clocks were held down by the power brake at 2 of 5 looks"),
         ([100.0] * 5, {"slowed_by": [0x40, 0, 0, 0, 0]}, "its temperature (hardware) at 1 of 5 looks"),
         ([100.0] * 5, {"session": {"foreign_cpu_share": 0.23}}, "other processes used 23% of the CPU"),
         ([100.0] * 5, {"session": {"throttled": 7}}, "CPU limit stopped this process 7 times"),
@@ -89,6 +88,15 @@ def test_every_way_to_be_unsteady_is_one_plain_sentence(tmp_path, times, changes
     assert any(words in problem for problem in found["problems"]), found["problems"]
     with pytest.warns(UserWarning, match="not steady"):
         warn_of_problems(found)
+
+
+def test_a_card_at_its_power_cap_is_steady_while_its_times_are(tmp_path):
+    # How an H100 or H200 works under GEMMs, in training too: 1980 MHz at the start, 1755 at the cap.
+    clocks, cap = [1980, 1830, 1770, 1755, 1755], [0, 0x4, 0x4, 0x4, 0x4]
+    found = verdict(tmp_path / "even", [100.0, 101.0, 100.0, 100.5, 100.2], clock_mhz=clocks, slowed_by=cap)
+    assert (found["steady"], found["problems"]) == (True, [])
+    assert (found["clock_fall"], found["held_by"]) == (pytest.approx(0.114, abs=1e-3), {"the power cap": 4})
+    assert not verdict(tmp_path / "not", [100.0, 100.0, 110.0, 130.0, 131.0], clock_mhz=clocks)["steady"]
 
 
 def test_what_nobody_tells_is_no_problem(tmp_path):
@@ -114,21 +122,8 @@ def test_sessions_weigh_by_their_length(tmp_path):
     assert found["foreign_cpu_share"] == pytest.approx(0.2)
 
 
-def test_a_slow_device_is_found_in_any_order_but_only_shuffling_keeps_it_out_of_the_sizes(backend):
-    # FC-27 as far as a CPU allows: a device that slows by a known law while it works, 40 sizes timed in rising order
-    # and shuffled. The anchor sees the slowdown in both; in rising order it also looks like a steeper curve.
-    sizes = np.geomspace(64, 4096, 40)
-    slowdown = np.linspace(1.0, 1.3, 40)
-    shuffled = np.random.default_rng(0).permutation(40)
-
-    def slope(order):
-        times = np.empty(40)
-        times[order] = sizes[order] * slowdown
-        return np.polyfit(np.log(sizes), np.log(times), 1)[0]
-
-    assert slope(np.arange(40)) > 1.05
-    assert abs(slope(shuffled) - 1) < 0.03
-    readings = anchors(100 * slowdown[::4])
+def test_a_device_that_slows_down_shows_at_the_ends():
+    readings = anchors(100 * np.linspace(1.0, 1.3, 40)[::4])  # FC-27
     assert ends_apart(readings) == pytest.approx(0.27, abs=0.02)
     assert drift(readings)["drift"] > 0.1
 
@@ -220,7 +215,7 @@ def test_orders_and_clocks_need_enough_samples():
     assert order_effect([(1e3, 2e3), (1.0, 1.0, 1.0, 9.0, 9.0, 9.0)]) is None
     rising, wild = (1e3, 1e3, 1e3, 1e3, 1.1e3, 1.1e3), (1e3, 1e3, 1e3, 1e3, 9e3, 9e3)
     assert order_effect([rising] * 3 + [wild]) == pytest.approx(0.1)
-    assert clock_fall([{"readings": "1980 MHz, 40, 300 W"}, {"readings": {}}]) is None
+    assert clock_fall([{"readings": {"clock_mhz": 1980.0}}, {"readings": {}}]) is None
 
 
 def test_nvidia_smis_line_becomes_numbers():

@@ -1,8 +1,11 @@
 import pytest
 
-from profiler import ProfileParams
+from profiler import ProfileParams, RoutePackError
 from profiler.cases.case import Case, experts_features
-from profiler.timer import WORKS, time_case
+from profiler.cases.doubt import faster
+from profiler.compute_sweep import pooled
+from profiler.rates import measure_rates
+from profiler.timer import LAUNCH_BOUND, WORKS, time_case
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 backends = pytest.importorskip("profiler.device.backend")
@@ -59,6 +62,10 @@ def raising(error):
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), "oom"),
         (NotImplementedError("no kernel for this shape"), "unsupported"),
         (ValueError("Expect head dims to agree\nand more"), "unsupported"),
+        # What libraries raise: one such case once ended every resume of a sweep.
+        (AssertionError("FP8 is not supported"), "failed"),
+        (TypeError("forward() got an unexpected keyword argument 'm_splits'"), "failed"),
+        (type("CompilationError", (Exception,), {})("at 3:4: no such layout"), "failed"),
     ],
 )
 def test_what_the_device_cannot_do_is_a_row_that_says_so(backend, monkeypatch, error, status):
@@ -87,12 +94,6 @@ def test_results_that_are_not_finite_fail(backend, monkeypatch):
     monkeypatch.setitem(WORKS, "dense", work)
     backward = time_case(CASE, backend, PARAMS)[1]
     assert (backward["status"], backward["message"]) == ("failed", "The output holds NaN or infinity.")
-
-
-def test_bugs_keep_their_traceback(backend, monkeypatch):
-    monkeypatch.setitem(WORKS, "dense", raising(KeyError("a bug")))
-    with pytest.raises(KeyError):
-        time_case(CASE, backend, PARAMS)
 
 
 def test_the_callers_thread_count_comes_back(backend):
@@ -165,3 +166,43 @@ def test_pythons_collector_is_off_while_a_case_runs_and_back_after(backend, monk
     time_case(CASE, backend, PARAMS)
     assert seen == [False]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)])
+def test_what_ends_the_process_ends_the_case(backend, monkeypatch, error):
+    monkeypatch.setitem(WORKS, "dense", raising(error))
+    with pytest.raises(type(error)):
+        time_case(CASE, backend, PARAMS)
+
+
+def test_launches_that_no_flush_covers_are_flagged(backend, monkeypatch):
+    monkeypatch.setattr(backend, "launch_bound", True)
+    assert [row["flag"] for row in time_case(CASE, backend, PARAMS)] == [LAUNCH_BOUND] * 2
+    monkeypatch.setattr(backend, "launch_bound", False)
+    assert all("flag" not in row for row in time_case(CASE, backend, PARAMS))
+
+
+def test_the_cover_knows_where_it_ends(backend, monkeypatch):
+    monkeypatch.setattr(backend, "_write_s", 1e-4)
+    for launch_s, writes, bound in ((1e-6, 1, False), (2e-4, 3, False), (5e-4, 8, False), (6e-4, 8, True)):
+        backend._cover(launch_s)
+        assert (backend._writes, backend.launch_bound) == (writes, bound)
+    monkeypatch.setattr(backend, "_writes", 1)
+    monkeypatch.setattr(backend, "launch_bound", False)
+
+
+def test_a_device_that_cannot_run_the_first_look_says_so_in_one_line(backend, monkeypatch):
+    monkeypatch.setitem(WORKS, "attention", raising(RuntimeError("FlashAttention only supports fp16 and bf16\nmore")))
+    with pytest.raises(RoutePackError, match=r"cannot run attention in float32 \(RuntimeError: FlashAttention.*dtype"):
+        measure_rates(backend, PARAMS)
+
+
+def test_gpus_pool_what_cpus_choose():
+    first = {"case_id": "a", "status": "ok", "time_us": 10.0, "spread_us": 0.0, "repeats_us": [10.0, 10.0, 10.0]}
+    second = first | {"time_us": 8.0, "repeats_us": [8.0, 8.0]}
+    assert faster(first, second)["time_us"] == 8.0
+    assert pooled(first, second)["repeats_us"] == [10.0, 10.0, 10.0, 8.0, 8.0]
+    assert pooled(first, second)["time_us"] == pooled(second, first)["time_us"] == 10.0
+    assert pooled(first, second)["spread_us"] == 2.0
+    failed = {"case_id": "a", "status": "oom"}
+    assert pooled(first, failed) == pooled(failed, first) == first

@@ -6,14 +6,22 @@ No such library can run here. Stand-ins with the same signature, made of torch's
 
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 from oracles import delta_rule_slow, experts_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import Case, attention_features, experts_features, linear_attention_features
-from profiler.kernels.choose import TorchKernel, pick_kernel
+from profiler.cases.case import (
+    Case,
+    attention_features,
+    experts_features,
+    linear_attention_features,
+    router_features,
+)
+from profiler.kernels.choose import LibraryKernel, TorchKernel, Work, build_work
 from profiler.kernels.works import KERNELS, WORKS
+from profiler.timer import Backward
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 backends = pytest.importorskip("profiler.device.backend")
@@ -24,6 +32,7 @@ ATTENTION = Case("attention", "", attention_features(LENGTHS, (4, 2, 8, 8), 0), 
 WINDOWED = Case("attention", "", attention_features(LENGTHS, (4, 2, 8, 8), 2), LENGTHS)
 EXPERTS = Case("experts", "", experts_features(COUNTS, 16, 24, 3), COUNTS)
 EMPTY = Case("experts", "", experts_features((0, 0, 0), 16, 24, 3), (0, 0, 0))
+DENSE = Case("dense", "", {"tokens": 3, "n": 5, "k": 7})
 LINEAR = Case("linear_attention", "", linear_attention_features(LENGTHS, (4, 2, 8, 8)), LENGTHS)
 
 
@@ -76,7 +85,7 @@ def libraries(monkeypatch):
 
 
 def picked(case, backend):
-    return pick_kernel(KERNELS[case.op], case, backend).name
+    return WORKS[case.op](case, backend).kernel
 
 
 def test_every_operation_ends_with_torchs_own():
@@ -109,7 +118,7 @@ def test_torch_runs_everything_on_a_cpu_and_without_libraries(libraries, cuda_li
 
 def test_attention_is_packed_as_flash_attn_asks(libraries, cuda_like):
     for case, window in ((ATTENTION, (-1, -1)), (WINDOWED, (1, 0))):
-        run, inputs = WORKS["attention"](case, cuda_like)
+        run, inputs = WORKS["attention"](case, cuda_like)[:2]
         output = run()
         assert output.shape == (8, 4, 8)
         assert libraries.pop() == ([0, 5, 8], torch.int32, 5, True, window)
@@ -117,7 +126,7 @@ def test_attention_is_packed_as_flash_attn_asks(libraries, cuda_like):
 
 
 def test_experts_by_a_library_equal_the_loop(libraries, cuda_like):
-    run, (rows, *weights) = WORKS["experts"](EXPERTS, cuda_like)
+    run, (rows, *weights) = WORKS["experts"](EXPERTS, cuda_like)[:2]
     output = run()
     expected = experts_slow(rows, weights[:3], weights[3:], COUNTS)
     torch.testing.assert_close(output, expected)
@@ -130,3 +139,94 @@ def test_linear_attention_by_a_library_is_that_of_torch(libraries, cuda_like):
     cpu = backends.TorchBackend("cpu", ProfileParams(dtype="bfloat16", threads=1))
     by_torch = WORKS["linear_attention"](LINEAR, cpu)[0]()
     torch.testing.assert_close(by_library, by_torch, rtol=0.02, atol=0.01)
+
+
+class _Spoiling(torch.autograd.Function):
+    """A linear layer whose backward empties what it saved, as Transformer Engine's does."""
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.kept = [rows.detach().clone()]
+        ctx.save_for_backward(weight)
+        return rows @ weight.T
+
+    @staticmethod
+    def backward(ctx, upstream):
+        (weight,), rows = ctx.saved_tensors, ctx.kept[0]
+        given = upstream.T @ rows if rows.numel() else torch.zeros_like(weight)
+        ctx.kept[0] = rows.new_empty(0)
+        return upstream @ weight, given
+
+
+def spoiling_work(case, backend):
+    rows, weight = backend.tensor(4, 8), backend.tensor(6, 8)
+    return Work(lambda: _Spoiling.apply(rows, weight), (rows, weight))
+
+
+def gradients(work, times):
+    """Return the gradients of so many backward runs, as they are timed."""
+    output = work.run()
+    upstream = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    backward = Backward(work, output, upstream)
+    found = []
+    for _ in range(times):
+        backward.prepare()
+        found.append(backward.run())
+    return found
+
+
+@pytest.mark.parametrize("op", ["attention", "linear_attention", "dense", "router", "experts"])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_second_backward_gives_what_the_first_gave(libraries, cuda_like, op, kind):
+    backend = cuda_like if kind == "cuda" else backends.TorchBackend("cpu", ProfileParams(dtype="float32", threads=1))
+    cases = {
+        "attention": ATTENTION,
+        "linear_attention": LINEAR,
+        "experts": EXPERTS,
+        "dense": DENSE,
+        "router": Case("router", "", router_features(5, 8, 4, 2)),
+    }
+    first, second = gradients(WORKS[op](cases[op], backend), 2)
+    assert any(gradient.any() for gradient in first)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_library_that_clears_what_it_saved_is_run_forward_before_every_backward(cuda_like):
+    # Transformer Engine's grouped linear empties its inputs after the first backward: every later one over the same
+    # graph left out the weights' gradients and was timed at about half, status "ok".
+    library = LibraryKernel("spoiler", "torch", "Tensor", spoiling_work, lambda case, backend: True)
+    work = build_work((library, TorchKernel(spoiling_work)), EXPERTS, cuda_like)
+    assert (work.kernel, work.keeps_graph) == ("spoiler", False)
+    assert all(weight.any() for _, weight in gradients(work, 3))
+    kept = spoiling_work(EXPERTS, cuda_like)
+    assert [bool(weight.any()) for _, weight in gradients(kept, 2)] == [True, False]  # what happened
+
+
+def test_a_library_that_fails_gives_way_with_its_reason(cuda_like):
+    def asserts(case, backend):
+        raise AssertionError("FP8 is not supported on this device")
+
+    library = LibraryKernel("picky", "torch", "Tensor", asserts, lambda case, backend: True)
+    with pytest.warns(UserWarning, match="picky cannot run experts here .*FP8 is not supported"):
+        work = build_work((library, *KERNELS["dense"]), replace(DENSE, op="experts"), cuda_like)
+    assert work.kernel == "torch"
+
+
+def test_a_python_loop_is_not_timed_on_cuda_unless_asked_for(cuda_like):
+    with pytest.raises(NotImplementedError, match=r"needs flash-linear-attention.*profile\.time_loops"):
+        WORKS["linear_attention"](LINEAR, cuda_like)
+    cuda_like.times_loops = True
+    assert WORKS["linear_attention"](LINEAR, cuda_like).kernel == "torch"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "library"), [(ATTENTION, "flash-attn"), (LINEAR, "flash-linear-attention"),
+                                               (EXPERTS, "transformer-engine")])  # fmt: skip
+def test_our_calls_match_the_real_packages(case, library):
+    """On a card with the package the library's kernel runs there and back; build_work would warn and take torch's."""
+    kernel = next(one for one in KERNELS[case.op] if one.name == library)
+    backend = backends.TorchBackend("cuda", ProfileParams(dtype="bfloat16"))
+    if not kernel.available(case, backend):
+        pytest.skip(f"{library} is not installed")
+    assert build_work(KERNELS[case.op], case, backend).kernel == library

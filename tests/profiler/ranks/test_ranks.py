@@ -31,7 +31,8 @@ profile: {max_points: 6, repeats: 4, min_repeats: 1, max_case_seconds: 1.0, thre
 """
 PLANTED = """
 import os, sys, time
-from profiler import ranks, works
+from profiler.kernels import works
+from profiler.ranks import ranks
 from routepack_tune.cli import main
 
 if os.environ["RANK"] == "1":
