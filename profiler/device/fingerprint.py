@@ -218,5 +218,5 @@ def _cpu_names() -> tuple[str, str]:
     except OSError:
         text = ""
     facts = dict(re.findall(r"^(vendor_id|model name)\s*:\s*(.+)$", text, re.MULTILINE))
-    fallback = platform.processor() or platform.machine()
+    fallback = platform.machine()  # platform.processor would start a process
     return facts.get("vendor_id", fallback), facts.get("model name", fallback)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -146,20 +147,40 @@ def test_only_the_first_rank_warns(job, planner, monkeypatch):
         load_planner(path)
 
 
-@pytest.mark.parametrize("device", ["arch", "gpu"])
-def test_other_device_is_refused_unless_forced(job, planner, device):
-    other = H200 if device == "gpu" else replace(fingerprint_device("cpu"), arch="riscv64")
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_other_device_is_refused_unless_forced(job, planner, monkeypatch, device):
+    if device == "gpu":
+        monkeypatch.setattr("profiler.fingerprint_device", lambda kind=None: replace(H200, arch="sm_80", units=108))
+        other = H200
+    else:
+        other = replace(fingerprint_device("cpu"), arch="riscv64")
     path = for_device(job, planner, other)
-    if device == "gpu" and fingerprint_device().kind == "cuda":
-        pytest.skip("a GPU is visible")
     with pytest.raises(RoutePackError, match=r"another device.*allow_mismatch"):
         load_planner(path)
     with pytest.warns(UserWarning, match="different"):
         assert load_planner(path, allow_mismatch=True).plan(job.step).num_rows >= 1
 
 
-def test_published_times_pass_where_nothing_can_be_compared(job, planner, monkeypatch, capsys):
-    path = for_device(job, planner, replace(H200, origin="published"))
+def test_a_planning_host_needs_no_gpu_and_no_torch(job, planner, blocker):
+    # Planners run on CPU-side drivers too: a measured bundle of a GPU was refused there as "another device".
+    path = for_device(job, planner, H200)
+    code = blocker + (
+        "import subprocess\n"
+        "def refuse(*a, **k): raise AssertionError(f'a process was started: {a}')\n"
+        "subprocess.Popen = refuse\n"
+        "import routepack_tune\n"
+        f"planner = routepack_tune.load_planner({str(path)!r})\n"
+        "print(planner.notes[-1])\n"
+    )
+    with_no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=with_no_gpu, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"times were measured on {H200.name} (sm_90); this host has no GPU to compare with\n"
+
+
+@pytest.mark.parametrize("origin", ["published", "measured"])
+def test_times_of_a_gpu_pass_where_nothing_can_be_compared(job, planner, monkeypatch, capsys, origin):
+    path = for_device(job, planner, replace(H200, origin=origin))
     monkeypatch.setattr("profiler.fingerprint_device", lambda kind=None: fingerprint_device("cpu"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -12,13 +12,14 @@ import pytest
 from profiler import RoutePackError
 from routepack_tune import deploy, load_planner, load_step_batch
 from routepack_tune.api import _planner
-from routepack_tune.bundle import write_bundle
+from routepack_tune.bundle import Planner, write_bundle
 from routepack_tune.cli import main
 from routepack_tune.drift import _block_seconds, check, stated_half_log
 from routepack_tune.reports.drift import median_interval, trend_interval
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from routepack_tune.steps.traces import save_step_batch
 from routepack_tune.steps.workload import compare_workloads, workload_statistics
+from search import MaxIterations, build_problem, evaluate
 
 WORKLOAD = WorkloadParams(num_prompts=5, rollouts=4, median_tokens=60, sigma=0.6, max_tokens=256)
 HALF = {"attention": 0.08, "experts": 0.08, "exchange": 0.08}
@@ -248,3 +249,29 @@ def test_the_verb_prints_the_verdict_and_exits_by_it(job, planner, bundle, capsy
     assert main(["check", str(bundle), str(steps), "--refit", str(job.folder / "new")]) == 1
     assert capsys.readouterr().err.startswith("Error: ")
     assert not (job.folder / "new").exists()
+
+
+def test_a_search_too_short_for_a_receive_cap_does_not_end_the_check(job, planner, monkeypatch):
+    # The check once failed in its first plan, one proposal long and made only to compile: it broke the cap.
+    steps = write_steps(job.folder / "recent", planner, count=4)
+
+    def hottest(path):
+        batch = load_step_batch(path, planner.spec)
+        problem = build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens)
+        plan = planner.plan(batch)
+        priced = evaluate(problem, plan.row_N, plan.slot_N, plan.placement_LE, plan.num_rows)
+        return int(priced.rank_rows_RBPL.max())
+
+    cap = max(map(hottest, steps.glob("*.npz")))
+    capped = replace(planner, params=replace(planner.params, max_received_rows=cap + cap // 20))
+    bundle = write_bundle(job.folder / "capped", capped, {"default_params": asdict(capped.params)})
+    times = write_times(job.folder / "times.csv", planner, steps, np.ones(4))
+    plan = Planner.plan
+
+    def strict(self, batch, seed=0, previous=None, stop=None, observer=None):
+        if isinstance(stop, MaxIterations) and stop.iterations == 1:
+            raise RoutePackError("EP rank 0 receives more rows than max_received_rows, and no plan found avoids it.")
+        return plan(self, batch, seed, previous, stop, observer)
+
+    monkeypatch.setattr(Planner, "plan", strict)
+    assert check(bundle, steps, times).prediction is not None
