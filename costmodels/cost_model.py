@@ -23,7 +23,7 @@ from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
 from profiler.files import content_hash, new_folder, read_json, write_bytes, write_json
 
 SCHEMA_VERSION = 2
-TABLES_FILE = "tables.npz"
+COST_MODEL_FILE, TABLES_FILE = "costmodel.json", "tables.npz"
 SYMMETRIC = ("alltoall", "transfer")
 """Operations that cost the same in both directions."""
 
@@ -44,7 +44,7 @@ def tables_for(folder: Path | str, spec: ModelSpec, topology: Topology, max_toke
     tables = StepTables.load(Path(folder) / TABLES_FILE)
     if tables.key != tables_key(spec, topology, max_tokens):
         fitted = "another model, topology or token cap"
-        path = Path(folder) / "costmodel.json"
+        path = Path(folder) / COST_MODEL_FILE
         if path.is_file():
             header = read_json(path, "Cost model")
             fitted = _summary(header["model"]["name"], header["topology"], header["max_tokens"])
@@ -150,15 +150,16 @@ class CostModel:
             raise RoutePackError(f"This cost model has no times of {op!r} (it has {known}). Measure it and fit again.")
         return forward, self.backward_factor(op) or 1.0
 
-    def freeze(self, spec: ModelSpec, topology: Topology, max_tokens: int) -> StepTables:
-        """Return integer-nanosecond tables for a model, topology and token cap."""
-        from costmodels.freezing.freeze import freeze_tables
-
-        return freeze_tables(self, spec, topology, max_tokens, tables_key(spec, topology, max_tokens))
-
     def save(self, folder: Path | str) -> None:
-        """Write the folder whole, in place of an older one."""
-        tables = self.tables or self.freeze(self.spec, self.topology, self.max_tokens)
+        """Write the folder whole, in place of an older one.
+
+        Raises
+        ------
+        ValueError
+            If no tables were frozen for it.
+        """
+        if (tables := self.tables) is None:
+            raise ValueError("Expected a cost model with frozen tables; set `tables` to what `freeze_tables` returns.")
         with new_folder(folder) as new:
             entries = {f"{name}-{direction}": save_operation(new, m) for (name, direction), m in self.models.items()}
             tables.save(new / TABLES_FILE)
@@ -178,7 +179,7 @@ class CostModel:
                 "tables_hash": tables.tables_hash,
                 "operations": entries,
             }
-            write_json(new / "costmodel.json", header)
+            write_json(new / COST_MODEL_FILE, header)
 
     @classmethod
     def load(cls, folder: Path | str) -> CostModel:
@@ -190,7 +191,7 @@ class CostModel:
             If a file is missing, damaged, changed since it was written, or of a newer schema.
         """
         folder = Path(folder)
-        header = read_json(folder / "costmodel.json", "Cost model")
+        header = read_json(folder / COST_MODEL_FILE, "Cost model")
         version = header.get("schema_version") if isinstance(header, dict) else None
         if version != SCHEMA_VERSION:
             raise RoutePackError(

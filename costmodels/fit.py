@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.cost_model import CostModel, tables_key
+from costmodels.cost_model import CostModel
 from costmodels.features import Columns, Operation, size_of
 from costmodels.fit_prior import add_prior
 from costmodels.freezing.freeze import freeze_tables, table_errors
@@ -98,7 +98,7 @@ def fit_cost_model(
         models=models, params=params, fingerprint=fingerprint, spec=spec, topology=topology, max_tokens=max_tokens,
         data_hash=_data_hash(batches), provenance=[batch.meta.get("provenance") for batch in batches], parity=parity,
     )  # fmt: skip
-    cost_model.tables = freeze_tables(cost_model, spec, topology, max_tokens, tables_key(spec, topology, max_tokens))
+    cost_model.tables = freeze_tables(cost_model, spec, topology, max_tokens)
     cost_model.table_errors = table_errors(cost_model, cost_model.tables, spec, topology, params.seed)
     observer.advance("fit", "tables")
     observer.finish("fit")

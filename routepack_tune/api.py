@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 from profiler.errors import RoutePackError
 from routepack_tune.bundle import Planner, check_replaceable, load_planner
 from routepack_tune.config import Config, load_config
-from routepack_tune.costmodel_files import cost_model_header, fingerprint_of, tables_of
+from routepack_tune.costmodel_files import COST_MODEL_FILE, cost_model_header, fingerprint_of, tables_of
 from routepack_tune.drift import check
 from routepack_tune.progress import is_first_rank
 from routepack_tune.steps.traces import check_cap, load_step_batch
-from routepack_tune.study.folder import COST_MODEL_FILE
 from routepack_tune.study.verbs import deploy, rollback, tune
 from routepack_tune.version import version
 

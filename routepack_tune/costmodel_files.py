@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from profiler.errors import RoutePackError
 from profiler.files import read_json
 from routepack_tune.config import Config
-from routepack_tune.study.folder import COST_MODEL_FILE
+
+COST_MODEL_FILE = "costmodel.json"
+"""As :data:`costmodels.COST_MODEL_FILE`; importing that takes longer than the command's help may."""
 
 if TYPE_CHECKING:
     from costmodels import StepTables

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from costmodels.freezing.freeze import Pricer
+from costmodels.freezing.pricer import Pricer
 
 
 def asked_cores(pricer: Pricer) -> list[tuple[str, dict[str, int]]]:

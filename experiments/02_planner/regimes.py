@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import routepack_tune
-from costmodels import CostModel, StepTables, fit_cost_model, tables_key
+from costmodels import CostModel, StepTables, fit_cost_model, freeze_tables, tables_key
 from profiler import ModelSpec, Topology, import_published, load_model
 from routepack_tune import load_step_batch
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
@@ -171,7 +171,9 @@ def load_tables(regime: Regime) -> StepTables:
     key = tables_key(regime.spec, regime.topology, regime.max_tokens)
     path = folder / f"tables-{key[:16]}.npz"
     if not path.is_file():
-        _cost_model(folder / "costmodel", regime).freeze(regime.spec, regime.topology, regime.max_tokens).save(path)
+        freeze_tables(_cost_model(folder / "costmodel", regime), regime.spec, regime.topology, regime.max_tokens).save(
+            path
+        )
     return StepTables.load(path)
 
 

@@ -18,7 +18,7 @@ from models import CAP, DEEPSEEK_V2_LITE, load_cost_model, topology
 from raw_curves import RawCurves
 from records import CheckRecord
 
-from costmodels import CostModel, StepTables, lookup_many_ns
+from costmodels import CostModel, StepTables, freeze_tables, lookup_many_ns
 from costmodels.freezing.freeze import Pricer
 from costmodels.tables import table_nodes
 from profiler import ModelSpec, Topology, load_model
@@ -64,11 +64,11 @@ def plan_records(work: Work, shared: Path, *, quick: bool) -> Iterator[CheckReco
     measured = measurements_of(GPU, shared)
     assert measured is not None
     model = load_cost_model(GPU, shared, quick=quick)
-    tables = model.freeze(work.spec, work.topology, CAP)
+    tables = freeze_tables(model, work.spec, work.topology, CAP)
     curves = curve_tables(RawCurves(measured, model), tables, work)
     kinds = {
         TOKENS: token_tables(tables, work),
-        BASELINE: without_trees(model).freeze(work.spec, work.topology, CAP),
+        BASELINE: freeze_tables(without_trees(model), work.spec, work.topology, CAP),
         MODEL: tables,
         CURVES: curves,
     }

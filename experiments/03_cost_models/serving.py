@@ -12,7 +12,7 @@ from models import CAP, DEEPSEEK_V2_LITE, Clock, fit_params, load_cost_model, me
 from numba import njit
 from records import CheckRecord
 
-from costmodels import CostModel, StepTables, lookup_ns
+from costmodels import CostModel, StepTables, freeze_tables, lookup_ns
 from costmodels.freezing.freeze import table_errors
 from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.residual import fit_residual
@@ -51,10 +51,10 @@ def serving_records(gpu: str, shared: Path, *, quick: bool) -> Iterator[CheckRec
             yield CheckRecord(CHECK, gpu, f"fit {name}, s", seconds_of(one_fit))
     model = load_cost_model(gpu, shared, quick=quick)
     yield from _sizes(gpu, model)
-    yield CheckRecord(CHECK, gpu, "look-up, ns", lookup_time_ns(model.freeze(model.spec, model.topology, CAP)))
+    yield CheckRecord(CHECK, gpu, "look-up, ns", lookup_time_ns(freeze_tables(model, model.spec, model.topology, CAP)))
     for name in CHECKED_MODELS:
         spec = DEEPSEEK_V2_LITE if name == "DeepSeek-V2-Lite" else load_model(name)
-        tables = model.freeze(spec, topology(), CAP)
+        tables = freeze_tables(model, spec, topology(), CAP)
         errors = table_errors(model, tables, spec, topology(), 0)
         means = [entry["mean_pct"] for entry in errors.values() if isinstance(entry, dict) and "mean_pct" in entry]
         yield CheckRecord(CHECK, gpu, f"mean table error {name}, worst table, %", max(means))

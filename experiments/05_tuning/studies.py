@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "02_planner"))  # regimes are declared once, there
 from regimes import CACHE, Regime, load_tables  # noqa: E402
 
-from costmodels import CostModel, StepTables, fit_cost_model, tables_key  # noqa: E402
+from costmodels import CostModel, StepTables, fit_cost_model, freeze_tables, tables_key  # noqa: E402
 from profiler import Observer, import_published  # noqa: E402
 from search import PlannerParams, StepBatch, TuneParams, TuneTask, run_study  # noqa: E402
 from search.tuning.holdout import Interval, bootstrap_gain  # noqa: E402
@@ -142,5 +142,5 @@ def tables_on(regime: Regime, gpu: str) -> StepTables:
             model = fit_cost_model(measured, regime.spec, regime.topology, regime.max_tokens)
             model.save(folder / "costmodel")
         model = CostModel.load(folder / "costmodel")
-        model.freeze(regime.spec, regime.topology, regime.max_tokens).save(path)
+        freeze_tables(model, regime.spec, regime.topology, regime.max_tokens).save(path)
     return StepTables.load(path)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, read_json, write_bytes, write_json
+from routepack_tune.costmodel_files import COST_MODEL_FILE
 from routepack_tune.tracking.outbox import OUTBOX_FILE
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 STUDY_SCHEMA_VERSION = 2
 STUDY_FILE = "study.json"
 TABLES_FILE = "tables.npz"
-COST_MODEL_FILE = "costmodel.json"
 RECHECK_FILE = "recheck.npz"
 TUNING_REPORT_FILE = "tuning-report.html"
 EARLIER = "earlier"

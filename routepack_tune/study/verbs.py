@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from costmodels import freeze_tables
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, read_json
 from routepack_tune.bundle import PLANNER_FILE, Planner, check_replaceable, typed_parts, write_bundle
 from routepack_tune.config import Config, check_tracking_uri, load_config, without_password
-from routepack_tune.costmodel_files import cost_model_header, fingerprint_of, tables_of
+from routepack_tune.costmodel_files import COST_MODEL_FILE, cost_model_header, fingerprint_of, tables_of
 from routepack_tune.environment import environment
 from routepack_tune.steps.traces import check_cap, list_step_files, load_step_batch
 from routepack_tune.study.folder import (
-    COST_MODEL_FILE,
     RECHECK_FILE,
     TUNING_REPORT_FILE,
     begin_study,
@@ -229,7 +229,7 @@ def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tu
     spec, topology = settings.model, settings.topology
     further = [cap for cap in settings.tune.caps if cap != settings.max_tokens_per_microbatch]
     model = CostModel.load(costmodel) if further else None
-    frozen = {cap: model.freeze(spec, topology, cap) for cap in further} if model else {}
+    frozen = {cap: freeze_tables(model, spec, topology, cap) for cap in further} if model else {}
     names = [path.stem for path in files]
     if len(set(names)) < len(names):
         names = [f"{i:03d}-{name}" for i, name in enumerate(names)]

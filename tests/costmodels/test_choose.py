@@ -25,7 +25,7 @@ ALLOWED = 60
 JOB = """
 import sys
 sys.path.insert(0, {folder!r})
-from test_rounds import first_round
+from test_choose import first_round
 print(*[case.case_id("forward", "") for case in first_round()])
 """
 

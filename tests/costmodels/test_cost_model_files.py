@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from costmodels import CostModel, StepTables, fit_cost_model, tables_for, tables_key
+from costmodels import CostModel, StepTables, fit_cost_model, freeze_tables, tables_for, tables_key
 from profiler import Measurements, RoutePackError, Topology
 
 HEAVY = ("lightgbm", "scipy.optimize", "scipy.special", "sklearn", "pandas", "pyarrow", "torch")
@@ -36,7 +36,9 @@ def test_loaded_model_predicts_the_same_bits(fitted, saved, synthetic, op, direc
 def test_loaded_model_freezes_the_same_tables(fitted, saved):
     loaded = CostModel.load(saved)
     assert loaded.tables.tables_hash == fitted.tables.tables_hash
-    assert loaded.freeze(loaded.spec, loaded.topology, loaded.max_tokens).tables_hash == fitted.tables.tables_hash
+    assert (
+        freeze_tables(loaded, loaded.spec, loaded.topology, loaded.max_tokens).tables_hash == fitted.tables.tables_hash
+    )
     assert loaded.validation == fitted.validation
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from costmodels import FitParams, fit_cost_model, lookup_many_ns
+from costmodels import FitParams, fit_cost_model, freeze_tables, lookup_many_ns
 from profiler import Topology, import_published, load_model
 
 TABLES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gpu-timings" / "h200_sxm"
@@ -50,7 +50,7 @@ def test_intervals_cover_what_they_say_inside_the_timed_sizes(h200, op):
 
 def test_times_of_an_untimed_shape_are_nearly_convex(h200):
     """Waves of trees in sizes nobody timed would be dodged by a planner; the lower convex hull lies within 1 %."""
-    tables = h200.freeze(load_model("gpt-oss-20b"), h200.topology, CAP)
+    tables = freeze_tables(h200, load_model("gpt-oss-20b"), h200.topology, CAP)
     rows = np.arange(tables.expert_rank_ns.size) << tables.rows_shift
     # An even share of 3 to 12 microbatches of full cells, and half as much again for the slowest rank.
     asked = (rows >= CAP * 4 / 4) & (rows <= CAP * 4 * 1.5)
@@ -85,7 +85,7 @@ def test_times_are_physical(h200):
 
 
 def test_a_shape_without_rows_is_priced_and_named(h200):
-    tables = h200.freeze(load_model("gpt-oss-20b"), h200.topology, CAP)
+    tables = freeze_tables(h200, load_model("gpt-oss-20b"), h200.topology, CAP)
     assert any("shape (local_experts 4, hidden_size 2880" in note for note in tables.notes)
     assert tables.measured_rows_max == 0
     rows = CAP * 4

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import lookup_slow
 
-from costmodels import lookup_many_ns, lookup_ns
-from costmodels.freezing.freeze import Pricer, never_falling, skewed_counts
+from costmodels import freeze_tables, lookup_many_ns, lookup_ns
+from costmodels.freezing.freeze import never_falling
+from costmodels.freezing.pricer import Pricer, skewed_counts
 from costmodels.tables import node_shift, table_nodes
 from profiler import Topology
 
@@ -35,7 +36,7 @@ def named_tables(tables):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("cap", [100, 5000, 40000])
 def test_tables_never_fall_and_cover_the_domain(fitted, topology, cap):
-    tables = fitted.freeze(fitted.spec, topology, cap)
+    tables = freeze_tables(fitted, fitted.spec, topology, cap)
     assert tables.max_rows == cap * topology.slots_per_block * fitted.spec.top_k
     for name, table, shift in named_tables(tables):
         largest = tables.max_rows if name in ("experts", "exchange") else cap
@@ -104,7 +105,7 @@ def test_times_that_rise_are_kept_exactly(times):
 
 def test_nodes_equal_the_model_asked_one_by_one(fitted):
     """Batched evaluation, pooling and rounding against a slow loop over single sizes, on whole small tables."""
-    tables = fitted.freeze(fitted.spec, fitted.topology, 60)
+    tables = freeze_tables(fitted, fitted.spec, fitted.topology, 60)
     pricer = Pricer(fitted, fitted.spec, fitted.topology, 60)
     rows = table_nodes(tables.max_rows, tables.rows_shift)
     lengths = table_nodes(60, tables.length_shift)
@@ -139,14 +140,17 @@ def test_table_errors_are_stated_and_small(fitted):
 
 
 def test_parallel_sizes_divide_the_work(fitted):
-    one = fitted.freeze(fitted.spec, Topology(data_parallel_size=4, expert_model_parallel_size=4), 4096)
-    context = fitted.freeze(
-        fitted.spec, Topology(data_parallel_size=4, context_parallel_size=2, expert_model_parallel_size=4), 4096
+    one = freeze_tables(fitted, fitted.spec, Topology(data_parallel_size=4, expert_model_parallel_size=4), 4096)
+    context = freeze_tables(
+        fitted, fitted.spec, Topology(data_parallel_size=4, context_parallel_size=2, expert_model_parallel_size=4), 4096
     )
     assert context.sequence_ns[2][-1] == pytest.approx(one.sequence_ns[2][-1] / 2, rel=0.01)
     assert context.cell_ns[2][-1] < 0.75 * one.cell_ns[2][-1]
-    tensor = fitted.freeze(
-        fitted.spec, Topology(data_parallel_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=4), 4096
+    tensor = freeze_tables(
+        fitted,
+        fitted.spec,
+        Topology(data_parallel_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=4),
+        4096,
     )
     assert tensor.sequence_ns[2][-1] < 0.75 * one.sequence_ns[2][-1]
 
@@ -163,18 +167,18 @@ def test_a_slot_spread_over_blocks_asks_for_its_share(fitted):
 
 
 def test_exchange_is_zero_without_ranks_or_measurements_and_says_so(fitted, synthetic):
-    alone = fitted.freeze(fitted.spec, Topology(), 4096)
+    alone = freeze_tables(fitted, fitted.spec, Topology(), 4096)
     assert not alone.exchange_ns.any()
     assert not any("dispatch" in note for note in alone.notes)
     models = {key: model for key, model in fitted.models.items() if key[0] != "alltoall"}
-    unpriced = type(fitted)(**{**vars(fitted), "models": models}).freeze(fitted.spec, fitted.topology, 4096)
+    unpriced = freeze_tables(type(fitted)(**{**vars(fitted), "models": models}), fitted.spec, fitted.topology, 4096)
     assert not unpriced.exchange_ns.any()
     assert "dispatch and combine are not priced: no all-to-all was measured" in unpriced.notes
 
 
 def test_notes_tell_what_lies_outside_the_measurements(fitted, synthetic):
     topology = Topology(data_parallel_size=32, expert_model_parallel_size=32)
-    tables = fitted.freeze(synthetic.spec(num_experts=96, hidden_size=1280), topology, 20000)
+    tables = freeze_tables(fitted, synthetic.spec(num_experts=96, hidden_size=1280), topology, 20000)
     notes = " | ".join(tables.notes)
     assert (
         "experts: shape (local_experts 3, hidden_size 1280, inter_size 512, num_experts 96) has no measured rows"
@@ -184,7 +188,7 @@ def test_notes_tell_what_lies_outside_the_measurements(fitted, synthetic):
     assert "dense: cells of more than 4096 tokens are extrapolated" in notes
     assert "among 32 ranks are extrapolated from at most 8 ranks" in notes
     assert (tables.measured_length_max, tables.measured_rows_max) == (4096, 0)
-    known = fitted.freeze(fitted.spec, Topology(data_parallel_size=4, expert_model_parallel_size=4), 4096)
+    known = freeze_tables(fitted, fitted.spec, Topology(data_parallel_size=4, expert_model_parallel_size=4), 4096)
     assert (known.measured_length_max, known.measured_rows_max) == (4096, 32768)
 
 
@@ -204,8 +208,8 @@ def test_skewed_counts_are_as_skewed_as_stated():
 
 def test_recomputation_prices_the_forward_twice(fitted):
     again = replace(fitted, params=replace(fitted.params, recompute_activations=True), tables=None)
-    once = fitted.freeze(fitted.spec, fitted.topology, 5000)
-    twice = again.freeze(fitted.spec, fitted.topology, 5000)
+    once = freeze_tables(fitted, fitted.spec, fitted.topology, 5000)
+    twice = freeze_tables(again, fitted.spec, fitted.topology, 5000)
     forward = np.array([name.endswith("/forward") for name in once.class_names])
     assert (twice.class_layers == once.class_layers * (1 + forward)).all()
     rows = np.array([1000])

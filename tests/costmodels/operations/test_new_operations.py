@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from costmodels import CostModel, FitParams, StepTables, fit_cost_model
+from costmodels import CostModel, FitParams, StepTables, fit_cost_model, freeze_tables
 from costmodels.features import checked_columns
 from costmodels.fit import fit_operation
 from costmodels.freezing.freeze import Pricer
@@ -123,7 +123,7 @@ def test_routers_are_priced_in_moe_layers_where_they_were_measured(hybrid):
             shape = {name: np.full(3, value) for name, value in pricer.router_shape().items()}
             alone, _ = hybrid.predict_us("router", kind.direction, {"tokens": local, **shape})
             assert more[1:] == pytest.approx((1e3 * alone * kind.moe)[1:])
-    assert "routers are not priced: none was measured" in without.freeze(hybrid.spec, TOPOLOGY, 2048).notes
+    assert "routers are not priced: none was measured" in freeze_tables(without, hybrid.spec, TOPOLOGY, 2048).notes
     assert not any("routers" in note for note in hybrid.tables.notes)
 
 
@@ -138,11 +138,11 @@ def test_exchanges_cross_nodes_only_where_that_was_timed(hybrid, synthetic):
     for per_node, share in ((0, 0.0), (1, 0.9375), (4, 0.75), (8, 0.5), (16, 0.0), (32, 0.0)):
         # Transfers between nodes were timed, so that one rank a node is no accident.
         assert Pricer(nodes_of(hybrid, per_node), hybrid.spec, sixteen, 2048).outside_share() == share
-    alone, many = (nodes_of(hybrid, n).freeze(hybrid.spec, sixteen, 2048) for n in (16, 4))
+    alone, many = (freeze_tables(nodes_of(hybrid, n), hybrid.spec, sixteen, 2048) for n in (16, 4))
     assert np.array_equal(alone.exchange_ns, many.exchange_ns)
     assert any("16 ranks are extrapolated from at most 8 ranks of one node" in note for note in many.notes)
     eight = Topology(data_parallel_size=8, expert_model_parallel_size=8)
-    notes = nodes_of(hybrid, 4).freeze(hybrid.spec, eight, 2048).notes
+    notes = freeze_tables(nodes_of(hybrid, 4), hybrid.spec, eight, 2048).notes
     assert any("extrapolated from exchanges of one node: links between nodes are slower" in note for note in notes)
     timed = synthetic.measurements(ops=ALL, backward=True)
     listed = [{name: column[i] for name, column in timed.rows.items()} for i in range(len(timed))]
@@ -168,7 +168,7 @@ def test_moves_take_the_measured_time_of_a_transfer(hybrid, synthetic, fitted):
     inside = synthetic.true_us["transfer"]({"bytes": float(size), "inter_bytes": 0.0}) * 1e3
     between = synthetic.true_us["transfer"]({"bytes": float(size), "inter_bytes": float(size)}) * 1e3
     assert hybrid.tables.expert_move_ns == pytest.approx(inside, rel=0.05)
-    two_nodes = nodes_of(hybrid, 2).freeze(spec, TOPOLOGY, 2048).expert_move_ns
+    two_nodes = freeze_tables(nodes_of(hybrid, 2), spec, TOPOLOGY, 2048).expert_move_ns
     assert two_nodes == pytest.approx(inside / 3 + between * 2 / 3, rel=0.05)
     free, stated = PlannerParams(), PlannerParams(link_gbytes_per_s=10.0)
     assert expert_move_ns(spec, TOPOLOGY, hybrid.tables, free) == hybrid.tables.expert_move_ns
