@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from profiler.cases.case import Case
+from profiler.params import FLOAT8
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from profiler.kernels.choose import Work
 
 
-FLOAT8 = "float8_e4m3fn"
 FLOAT8_LARGEST = 448.0
 """Largest number of that type."""
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 PATIENCE = timedelta(hours=6)
 """Ranks wait this long for one that times alone; a rank that dies is noticed at once."""
-EXCHANGE_PATIENCE = timedelta(minutes=10)
-"""Longest wait inside an exchange."""
+EXCHANGE_PATIENCE = timedelta(minutes=3)
+"""Longest wait inside an exchange, for one that another rank did not enter: its process group's timeout."""
 JOIN_PATIENCE = timedelta(minutes=10)
 PING_PONGS = 8
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -89,7 +89,7 @@ class Ranks:
             self._leave()
             where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             raise RoutePackError(
-                f"Rank {self.rank} cannot join the {self.size} ranks at {where}: {_first_line(error)}. Check that "
+                f"Rank {self.rank} cannot join the {self.size} ranks at {where}: {first_line(error)}. Check that "
                 "every node was started and that this address is reachable from all of them."
             ) from None
         try:
@@ -184,13 +184,15 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise RoutePackError(
-                f"Rank {self.rank} lost another rank ({_first_line(error)}). The output of the one that stopped says "
+                f"Rank {self.rank} lost another rank ({first_line(error)}). The output of the one that stopped says "
                 "why; run the same command again: it continues."
             ) from None
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block that talks to no other rank; where it fails on one, stop on all.
+        """Run a block; where it fails on one rank, stop on all.
+
+        The block talks to no other rank, or only inside an exchange whose process group bounds the wait.
 
         Raises
         ------
@@ -204,7 +206,7 @@ class Ranks:
             failure = error
         texts: list[str] = []
         try:
-            texts = self.gather("" if failure is None else f"{_prefix(failure)}{_first_line(failure)}")
+            texts = self.gather("" if failure is None else f"{_prefix(failure)}{first_line(failure)}")
         except RoutePackError:
             if failure is None:
                 raise
@@ -292,5 +294,6 @@ def _prefix(error: Exception) -> str:
     return "" if isinstance(error, RoutePackError) else f"{type(error).__name__}: "
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return what an error says, as far as a line of a report holds it."""
     return (str(error).splitlines() or [type(error).__name__])[0]

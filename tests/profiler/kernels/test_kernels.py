@@ -12,6 +12,7 @@ from oracles import delta_rule_slow, experts_slow
 
 from profiler import ProfileParams
 from profiler.cases.case import Case, attention_features, experts_features, linear_attention_features
+from profiler.cases.operations import OPERATIONS
 from profiler.kernels.choose import TorchKernel, pick_kernel
 from profiler.kernels.works import KERNELS, WORKS
 
@@ -80,7 +81,7 @@ def picked(case, backend):
 
 
 def test_every_operation_ends_with_torchs_own():
-    assert set(KERNELS) == set(WORKS) == {"attention", "linear_attention", "dense", "router", "experts"}
+    assert set(KERNELS) == set(WORKS) == {name for name, one in OPERATIONS.items() if not one.exchange}
     assert all(isinstance(kernels[-1], TorchKernel) for kernels in KERNELS.values())
 
 
