@@ -67,7 +67,7 @@ class Measurements:
         """Build the columns from one mapping a row; absent features are 0, absent text is empty."""
         listed = list(rows)
         columns: dict[str, Any] = {name: [row.get(name, "") for row in listed] for name in TEXT_COLUMNS}
-        columns |= {name: [_number(row.get(name)) for row in listed] for name in TIME_COLUMNS}
+        columns |= {name: [row.get(name, np.nan) for row in listed] for name in TIME_COLUMNS}
         columns |= {name: [row.get(name, 0) for row in listed] for name in WHOLE_COLUMNS}
         columns["repeats_us"] = [row.get("repeats_us", ()) for row in listed]
         return cls.from_columns(columns, meta)
@@ -143,10 +143,6 @@ def _check_schema(path: Path, meta: Mapping[str, Any], names: Sequence[str]) -> 
         raise RoutePackError(
             f"Measurements {path} lack the columns {', '.join(missing)}. Run `routepack profile` again."
         )
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else float(value)
 
 
 def _ragged(samples: Sequence[Sequence[float]]) -> np.ndarray:

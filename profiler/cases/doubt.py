@@ -66,10 +66,9 @@ def shard_flags(curve: np.ndarray, shards: np.ndarray, tokens: np.ndarray, time:
 
 
 def _slower(own: dict[int, float], coarser: dict[int, float]) -> bool:
-    shared = [(token, own[token] / coarser[token]) for token in own if token in coarser]
-    small = [ratio for token, ratio in shared if token <= SMALL_TOKENS]
-    everywhere = bool(shared) and float(np.median([ratio for _, ratio in shared])) > CURVE_LIMIT
-    return everywhere or (bool(small) and float(np.median(small)) > CURVE_LIMIT)
+    ratios = {token: own[token] / coarser[token] for token in own if token in coarser}
+    small = [ratio for token, ratio in ratios.items() if token <= SMALL_TOKENS]
+    return any(some and float(np.median(some)) > CURVE_LIMIT for some in (list(ratios.values()), small))
 
 
 def doubtful_cases(rows: Iterable[Mapping[str, Any]]) -> set[str]:

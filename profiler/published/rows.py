@@ -18,6 +18,8 @@ import takes those of one library.
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,12 +202,9 @@ def _local_features(raw: Columns) -> np.ndarray:
     names = ("num_tokens", "num_experts", "topk", "moe_ep_size", "distribution")
     keys = list(zip(*(raw[name].tolist() for name in names), strict=True))
     known: dict[tuple[Any, ...], tuple[int, int, int, int]] = {}
-    counts: dict[tuple[Any, ...], np.ndarray] = {}
-    for tokens, experts, top_k, ep_size, distribution in sorted(set(keys)):
-        routing = (tokens, experts, top_k, distribution)
-        if routing not in counts:
-            counts[routing] = _global_counts(*routing)
-        drawn = counts[routing]
+    global_counts = functools.cache(_global_counts)
+    for tokens, experts, top_k, ep_size, distribution in set(keys):
+        drawn = global_counts(tokens, experts, top_k, distribution)
         local = drawn[: experts // ep_size] if drawn.ndim == 1 else hottest_rank_counts(drawn, ep_size, tokens)
         known[tokens, experts, top_k, ep_size, distribution] = local_features(local)
     return np.array([known[key] for key in keys], dtype=np.int64).reshape(-1, 4)
@@ -214,10 +213,10 @@ def _local_features(raw: Columns) -> np.ndarray:
 def _global_counts(tokens: int, experts: int, top_k: int, distribution: str) -> np.ndarray:
     if distribution == "balanced":
         return balanced_counts(tokens, experts, top_k)
-    kind, _, exponent = distribution.rpartition("_")
-    if kind != "power_law":
+    exponent = re.fullmatch(r"power_law_(\d+(?:\.\d+)?)", distribution)
+    if exponent is None or float(exponent[1]) == 1:
         raise RoutePackError(f"Unknown distribution {distribution!r} in moe_perf: expected balanced or power_law_<a>.")
-    alpha = float(exponent)
+    alpha = float(exponent[1])
     # One generator per routing: a row's features do not depend on which other rows the table holds.
     rng = np.random.default_rng([KEY_SEED, tokens, experts, top_k, round(alpha * 1000)])
     return power_law_counts(tokens, experts, top_k, alpha, rng)

@@ -28,7 +28,7 @@ from profiler.errors import RoutePackError
 from profiler.journal import Journal
 from profiler.observer import Observer
 from profiler.params import ProfileParams
-from profiler.ranks.exchange_cases import alltoall_case, pair_kinds, split_bytes
+from profiler.ranks.exchange_cases import alltoall_case, pair_kinds, split_bytes, transfer_case
 from profiler.ranks.ranks import Ranks, first_line
 
 WHAT = "profile exchanges"
@@ -103,16 +103,9 @@ class Round:
 def measure_links(stage: Stage, sizes: list[int]) -> dict[str, float]:
     """Return a first look at bytes per second of the busiest rank, by group size in digits and by kind of pair."""
     ranks, found = stage.ranks, {}
-    probes = {
-        str(size): alltoall_case(
-            "even", split_bytes("even", size, PROBE_BYTES, np.random.default_rng(0)), ranks.per_node
-        )
-        for size in sizes
-    }
-    for kind in pair_kinds(ranks.size, ranks.per_node):
-        probes[kind] = Case(
-            "transfer", kind, {"bytes": PROBE_BYTES, "inter_bytes": PROBE_BYTES if kind == "between" else 0}
-        )
+    splits = {size: split_bytes("even", size, PROBE_BYTES, np.random.default_rng(0)) for size in sizes}
+    probes = {str(size): alltoall_case("even", split, ranks.per_node) for size, split in splits.items()}
+    probes |= {kind: transfer_case(kind, PROBE_BYTES) for kind in pair_kinds(ranks.size, ranks.per_node)}
     for name, case in probes.items():
         move, failure = _agreed_move(stage, case, "forward")
         if move is None:
@@ -184,7 +177,7 @@ def _alltoall(stage: Stage, case: Case, direction: str, group: Any) -> Move:
     size = case.features["ranks"]
     bytes_GG = np.array(case.parts, dtype=np.int64).reshape(size, size)
     bytes_GG = bytes_GG.T if direction == "backward" else bytes_GG
-    own = stage.ranks.position(size)
+    own = stage.ranks.rank % size
     to_each, from_each = bytes_GG[own].tolist(), bytes_GG[:, own].tolist()
     sent = torch.full((sum(to_each),), own, dtype=torch.uint8, device=stage.backend.device)
     received = torch.full((sum(from_each),), 255, dtype=torch.uint8, device=stage.backend.device)
@@ -245,24 +238,23 @@ def _rounds(stage: Stage, move: Move) -> list[Round]:
 def time_round(stage: Stage, move: Move, offsets: list[float], began: float) -> Round:
     """Run a case once on all ranks together; ``began`` is when this rank's first round of it did."""
     ranks, backend = stage.ranks, stage.backend
-    if backend.kind == "cuda":
-        # Nothing waits between the flush and the run, so that the run's launches hide behind it.
-        ranks.barrier()
+    on_gpu = backend.kind == "cuda"
+    if not on_gpu:
         backend.flush()
-    else:
-        backend.flush()
-        ranks.barrier()
+    ranks.barrier()
     started, elapsed_us = 0.0, 0.0
     with ranks.together():
-        if backend.kind == "cuda":
-            _device_barrier(stage)
-        started = time.perf_counter()
-        if ranks.rank in move.active:
-            try:
+        try:
+            if on_gpu:
+                # Nothing waits between this flush and the run, so that the run's launches hide behind it.
+                backend.flush()
+                _device_barrier(stage)
+            started = time.perf_counter()
+            if ranks.rank in move.active:
                 elapsed_us = backend.elapsed_us(move.run)
-            except Exception as error:
-                reason = f"An exchange broke off on rank {ranks.rank}: {first_line(error)}."
-                raise RoutePackError(f"{reason} Run the same command again: it continues.") from error
+        except Exception as error:
+            reason = f"An exchange broke off on rank {ranks.rank}: {first_line(error)}."
+            raise RoutePackError(f"{reason} Run the same command again: it continues.") from error
     seen = ranks.gather_numbers([started, elapsed_us, time.perf_counter() - began])
     starts = {rank: seen[rank][0] - offsets[rank] for rank in move.active}
     latest = max(starts, key=lambda rank: starts[rank])

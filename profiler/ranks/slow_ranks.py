@@ -67,9 +67,8 @@ def relative_times(times: Sequence[dict[str, float]]) -> list[float]:
 
 def describe_rank(ranks: Ranks, fingerprint: DeviceFingerprint) -> dict[str, Any]:
     """Return what names this rank's device: host, device and, of a GPU, its number, UUID and PCI address."""
-    facts: dict[str, Any] = {
-        "rank": ranks.rank, "host": ranks.host, "node": ranks.node, "device": fingerprint.name, "speed": 1.0,
-    }  # fmt: skip
+    facts: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host, "node": ranks.rank // ranks.per_node}
+    facts |= {"device": fingerprint.name, "speed": 1.0}
     if fingerprint.kind != "cuda":
         return facts
     import torch

@@ -178,6 +178,8 @@ def test_wrong_folders_are_clear_errors(folder, tmp_path):
         (",0.5\n", ",nan\n", "positive"),
         ("float16,64,", "float16,many,", "num_tokens must hold whole numbers"),
         ("balanced,0.5", "zipf,0.5", "Unknown distribution 'zipf'"),
+        ("power_law_1.2", "power_law_steep", "Unknown distribution 'power_law_steep'"),
+        ("power_law_1.2", "power_law_1.0", "Unknown distribution 'power_law_1.0'"),
         ("float16", "fp8", "no 16-bit rows"),
     ],
 )

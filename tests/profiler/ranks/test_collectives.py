@@ -11,7 +11,6 @@ from profiler.ranks.exchange_cases import (
     PATTERNS,
     UNIT_BYTES,
     alltoall_case,
-    alltoall_features,
     design_exchanges,
     group_sizes,
     largest_exchange,
@@ -74,7 +73,7 @@ def test_splits_keep_to_what_the_busiest_rank_may_move(pattern, group):
         split = split_bytes(pattern, group, busiest, np.random.default_rng(1))
         assert (split >= 0).all()
         assert not (split % UNIT_BYTES).any()
-        features = alltoall_features(split, per_node=group)
+        features = alltoall_case(pattern, split, group).features
         assert busiest - group * UNIT_BYTES <= features["bytes"] <= busiest
         assert features["inter_bytes"] == 0
         assert features["ranks"] == group
@@ -85,9 +84,9 @@ def test_splits_keep_to_what_the_busiest_rank_may_move(pattern, group):
 
 def test_bytes_over_the_border_are_those_of_the_busiest_rank():
     split = np.array([[1, 2, 3, 4], [0, 0, 0, 0], [5, 0, 0, 9], [0, 0, 0, 0]]) * 16
-    assert alltoall_features(split, per_node=2) == {"bytes": 14 * 16, "inter_bytes": 7 * 16, "ranks": 4}
+    assert alltoall_case("", split, 2).features == {"bytes": 14 * 16, "inter_bytes": 7 * 16, "ranks": 4}
     # The backward pass sends the same back: its busiest rank is as busy.
-    assert alltoall_features(split.T, per_node=2) == alltoall_features(split, per_node=2)
+    assert alltoall_case("", split.T, 2).features == alltoall_case("", split, 2).features
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_a_group_of_one_needs_no_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with Ranks() as ranks:
-        assert (ranks.rank, ranks.size, ranks.num_nodes, ranks.clock_offsets()) == (0, 1, 1, [0.0])
+        assert (ranks.rank, ranks.size, ranks.per_node, ranks.clock_offsets()) == (0, 1, 1, [0.0])
         assert ranks.gather({"a": 1}) == [{"a": 1}]
         with pytest.raises(ValueError, match="own"), ranks.together():
             raise ValueError("own")
