@@ -12,6 +12,7 @@ from typing import Any
 
 from profiler.cases.case import Case
 from profiler.cases.estimates import forward_flops
+from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
@@ -40,7 +41,7 @@ def time_speeds(
     cases: Sequence[Case], ranks: Ranks, backend: TorchBackend, params: ProfileParams, journal: Journal
 ) -> list[dict[str, float]]:
     """Return every rank's times of the speed cases by row id; GPUs run at the same time, CPUs in turn."""
-    ids = {case.case_id(way, backend.dtype_name) for case in cases for way in ("forward", "backward")}
+    ids = {case.case_id(way, backend.dtype_name) for case in cases for way in DIRECTIONS}
     # Compared only with what the others take now: one that lacks them makes all of them run again.
     if not all(ranks.gather(ids <= journal.speeds.keys())):
         best: dict[str, float] = {}

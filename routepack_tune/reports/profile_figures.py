@@ -17,6 +17,7 @@ import numpy as np
 
 from profiler.cases.case import Case
 from profiler.cases.estimates import BACKWARD_WORK, case_elements, forward_flops
+from profiler.cases.operations import DIRECTIONS
 from profiler.cases.operations import OPERATIONS as TIMED
 from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, EXPERTS, INK, new_axes, styled
 
@@ -69,7 +70,7 @@ def operation_rows(measurements: Measurements) -> list[OperationRows]:
     """Return every operation and direction that has a good row, in the order of the operations."""
     found = []
     for op in TIMED:
-        for direction in ("forward", "backward"):
+        for direction in DIRECTIONS:
             rows = measurements.select(op=op, direction=direction, status="ok").rows
             if rows["time_us"].size:
                 found.append(_operation(op, direction, rows))
