@@ -10,9 +10,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from profiler.cases.case import DIRECTIONS, Case
+from profiler.cases.case import Case
 from profiler.cases.design import Design
 from profiler.cases.doubt import doubtful_cases, faster
+from profiler.cases.operations import DIRECTIONS
 from profiler.cases.rounds import Chooser, EvenChooser, Round
 from profiler.device.backend import TorchBackend
 from profiler.errors import RoutePackError

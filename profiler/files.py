@@ -118,13 +118,11 @@ def new_folder(path: Path | str) -> Iterator[Path]:
     try:
         yield temporary
         os.chmod(temporary, 0o755)
+        old = temporary.with_suffix(".old")
         if path.exists():
-            old = temporary.with_suffix(".old")
             os.replace(path, old)
-            os.replace(temporary, path)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(temporary, path)
+        os.replace(temporary, path)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

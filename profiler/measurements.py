@@ -14,26 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from profiler.cases.case import FEATURE_COLUMNS
+from profiler.cases.operations import FEATURE_COLUMNS
 from profiler.errors import RoutePackError
 from profiler.files import canonical_json, write_bytes
 
 SCHEMA_VERSION = 2
 FILE_NAME = "measurements.parquet"
-STATUSES = ("ok", "oom", "unsupported", "failed")
 TEXT_COLUMNS = ("case_id", "op", "direction", "status", "message", "source", "kernel", "dtype", "pattern", "flag")
 TIME_COLUMNS = ("time_us", "spread_us", "skew_us")
 """Median and interquartile range of the repeats; how late the last rank of a collective began, median."""
 WHOLE_COLUMNS = ("rank", *FEATURE_COLUMNS)
 """Integers: the rank that timed the row, of a collective the one that most often took longest; and the features."""
 COLUMNS = (*TEXT_COLUMNS, *TIME_COLUMNS, "repeats_us", *WHOLE_COLUMNS)
-ADDED_IN_2 = ("skew_us", "rank", "inter_bytes", "top_k")
-"""Columns that files of schema 1 lack: nothing then measured has them."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """Hold measured or published times and where they come from.
+    """Measured or published times and where they come from.
 
     ``rows`` maps every name of ``COLUMNS`` to a vector; ``repeats_us`` is a vector of float64 vectors (raw samples,
     empty where only a summary was published). ``meta`` holds ``schema_version``, ``fingerprint``, ``model``,
@@ -70,7 +67,7 @@ class Measurements:
         """Build the columns from one mapping a row; absent features are 0, absent text is empty."""
         listed = list(rows)
         columns: dict[str, Any] = {name: [row.get(name, "") for row in listed] for name in TEXT_COLUMNS}
-        columns |= {name: [_number(row.get(name)) for row in listed] for name in TIME_COLUMNS}
+        columns |= {name: [row.get(name, np.nan) for row in listed] for name in TIME_COLUMNS}
         columns |= {name: [row.get(name, 0) for row in listed] for name in WHOLE_COLUMNS}
         columns["repeats_us"] = [row.get("repeats_us", ()) for row in listed]
         return cls.from_columns(columns, meta)
@@ -108,7 +105,7 @@ class Measurements:
         Raises
         ------
         RoutePackError
-            If the file is missing, damaged, not of this project, or of a newer schema.
+            If the file is missing, damaged, not of this project, or of another schema.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -131,28 +128,21 @@ class Measurements:
                 f"Measurements {path} are damaged ({reason}). Run `routepack profile` again."
             ) from None
         _check_schema(path, meta, table.column_names)
-        columns = {name: table.column(name).to_numpy() for name in COLUMNS if name in table.column_names}
-        absent = {name: np.full(table.num_rows, np.nan if name in TIME_COLUMNS else 0) for name in ADDED_IN_2}
-        return cls.from_columns(absent | columns, meta)
+        return cls.from_columns({name: table.column(name).to_numpy() for name in COLUMNS}, meta)
 
 
 def _check_schema(path: Path, meta: Mapping[str, Any], names: Sequence[str]) -> None:
     version = meta.get("schema_version")
-    if version not in (1, SCHEMA_VERSION):
+    if version != SCHEMA_VERSION:
         raise RoutePackError(
-            f"Measurements {path} have schema_version {version}, this version reads up to {SCHEMA_VERSION}. "
+            f"Measurements {path} have schema_version {version}, this version reads {SCHEMA_VERSION}. "
             "Update routepack-tune, or run `routepack profile` again."
         )
-    added = ADDED_IN_2 if version == 1 else ()
-    missing = [name for name in COLUMNS if name not in names and name not in added]
+    missing = [name for name in COLUMNS if name not in names]
     if missing:
         raise RoutePackError(
             f"Measurements {path} lack the columns {', '.join(missing)}. Run `routepack profile` again."
         )
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else float(value)
 
 
 def _ragged(samples: Sequence[Sequence[float]]) -> np.ndarray:

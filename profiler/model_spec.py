@@ -19,10 +19,10 @@ SHIPPED_MODELS = {
     "Mixtral-8x7B": "mixtral-8x7b.json",
     "Qwen3-Next-80B-A3B": "qwen3-next-80b-a3b.json",
 }
-OPTIONAL_FIELDS = (
-    "attention_output_gate", "linear_layers", "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim",
-    "linear_value_head_dim", "linear_conv_kernel_dim",
-)  # fmt: skip
+ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim")
+EXPERT_SIZES = ("hidden_size", "num_experts", "top_k", "moe_intermediate_size")
+LINEAR_SIZES = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+OPTIONAL_FIELDS = ("attention_output_gate", "linear_layers", *LINEAR_SIZES, "linear_conv_kernel_dim")
 """Fields that most models leave empty; empty ones are no part of the hash, so that it outlives new fields."""
 STATE_BYTES = 16
 """Bytes of one trained parameter that move with an expert: bf16 weight, fp32 master weight, two fp32 Adam moments (14),
@@ -31,7 +31,7 @@ rounded up for alignment and buffers."""
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Hold the shape of one MoE transformer.
+    """The shape of one MoE transformer.
 
     Tuples run over the hidden layers: ``windows[i]`` is the sliding window of layer i in tokens (0: full or linear
     attention), ``moe_layers[i]`` tells whether layer i has routed experts, ``linear_layers[i]`` whether its attention
@@ -73,8 +73,7 @@ class ModelSpec:
         for field in ("windows", "moe_layers", "linear_layers"):
             # Files hold lists.
             object.__setattr__(self, field, tuple(getattr(self, field)))
-        for field in ("hidden_size", "num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim",
-                      "num_experts", "top_k", "moe_intermediate_size"):  # fmt: skip
+        for field in (*EXPERT_SIZES, *ATTENTION_SIZES):
             if not getattr(self, field) >= 1:
                 raise ValueError(f"Expected {field} >= 1, got {getattr(self, field)}.")
         if self.attention not in ("gqa", "mla"):
@@ -89,7 +88,7 @@ class ModelSpec:
     def _check_linear(self) -> None:
         if len(self.linear_layers) != len(self.windows) or not any(self.linear_layers) or all(self.linear_layers):
             raise ValueError("Expected linear_layers to be empty, or one mark per layer, some true and some false.")
-        for field in ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"):
+        for field in LINEAR_SIZES:
             if not getattr(self, field) >= 1:
                 raise ValueError(f"Expected {field} >= 1 with linear attention layers, got {getattr(self, field)}.")
         if self.linear_num_value_heads % self.linear_num_key_heads:
@@ -125,13 +124,9 @@ class ModelSpec:
 
         Of linear layers: (value heads, key heads, key dim, value dim).
         """
-        if linear:
-            heads, kv_heads = self.linear_num_value_heads, self.linear_num_key_heads
-            dims = (self.linear_key_head_dim, self.linear_value_head_dim)
-        else:
-            heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-            dims = (self.qk_head_dim, self.v_head_dim)
-        return (max(1, heads // tensor_parallel), max(1, kv_heads // tensor_parallel), *dims)
+        names = LINEAR_SIZES if linear else ATTENTION_SIZES
+        heads, kv_heads, qk_dim, v_dim = (getattr(self, name) for name in names)
+        return max(1, heads // tensor_parallel), max(1, kv_heads // tensor_parallel), qk_dim, v_dim
 
     def attention_projections(self, tensor_parallel: int = 1, linear: bool = False) -> tuple[tuple[int, int], ...]:
         """Return the (n, k) of the dense GEMMs around the attention core on one tensor-parallel rank.
@@ -175,15 +170,14 @@ class ModelSpec:
         RoutePackError
             If a field that decides the time is missing, or the model has no routed experts.
         """
-        reader = _Reader(config, name)
-        hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
-        layers = reader.integer("num_hidden_layers")
-        experts = reader.integer("num_experts", "n_routed_experts", "num_local_experts")
-        width = reader.integer("moe_intermediate_size", "intermediate_size")
+        hidden, heads = _integer(config, name, "hidden_size"), _integer(config, name, "num_attention_heads")
+        layers = _integer(config, name, "num_hidden_layers")
+        experts = _integer(config, name, "num_experts", "n_routed_experts", "num_local_experts")
+        width = _integer(config, name, "moe_intermediate_size", "intermediate_size")
         latent = "kv_lora_rank" in config
         head_dim = config.get("head_dim") or hidden // heads
-        rope = reader.integer("qk_rope_head_dim") if latent else 0
-        qk_head_dim = reader.integer("qk_nope_head_dim") + rope if latent else head_dim
+        rope = _integer(config, name, "qk_rope_head_dim") if latent else 0
+        qk_head_dim = _integer(config, name, "qk_nope_head_dim") + rope if latent else head_dim
         try:
             return cls(
                 name=name,
@@ -191,40 +185,35 @@ class ModelSpec:
                 num_attention_heads=heads,
                 num_key_value_heads=heads if latent else config.get("num_key_value_heads") or heads,
                 qk_head_dim=qk_head_dim,
-                v_head_dim=reader.integer("v_head_dim") if latent else head_dim,
+                v_head_dim=_integer(config, name, "v_head_dim") if latent else head_dim,
                 attention="mla" if latent else "gqa",
                 q_lora_rank=(config.get("q_lora_rank") or 0) if latent else 0,
                 kv_lora_rank=config.get("kv_lora_rank") or 0,
                 qk_rope_head_dim=rope,
                 num_experts=experts,
-                top_k=reader.integer("num_experts_per_tok", "experts_per_token"),
+                top_k=_integer(config, name, "num_experts_per_tok", "experts_per_token"),
                 moe_intermediate_size=width,
                 shared_intermediate_size=_shared_width(config, width),
                 dense_intermediate_size=config.get("intermediate_size") or 0,
                 windows=_windows(config, layers),
                 moe_layers=_moe_layers(config, layers),
-                **_linear_facts(reader, layers),
+                **_linear_facts(config, name, layers),
             )
         except ValueError as error:
             raise RoutePackError(f"Model {name}: {error}") from None
 
 
-class _Reader:
-    """Read integers of a configuration under any of several names."""
-
-    def __init__(self, config: Mapping[str, Any], name: str) -> None:
-        self.config, self.name = config, name
-
-    def integer(self, *keys: str) -> int:
-        for key in keys:
-            value = self.config.get(key)
-            if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise RoutePackError(f"Model {self.name}: expected {key} to be an integer, got {value!r}.")
-                return value
+def _integer(config: Mapping[str, Any], name: str, *keys: str) -> int:
+    """Return the first of several keys that a configuration states."""
+    key = next((key for key in keys if config.get(key) is not None), None)
+    if key is None:
         raise RoutePackError(
-            f"Model {self.name}: its config.json has no {' or '.join(keys)}. Give the config.json of an MoE model."
+            f"Model {name}: its config.json has no {' or '.join(keys)}. Give the config.json of an MoE model."
         )
+    value = config[key]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RoutePackError(f"Model {name}: expected {key} to be an integer, got {value!r}.")
+    return value
 
 
 def _shared_width(config: Mapping[str, Any], width: int) -> int:
@@ -239,9 +228,8 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
-def _linear_facts(reader: _Reader, layers: int) -> dict[str, Any]:
+def _linear_facts(config: Mapping[str, Any], name: str, layers: int) -> dict[str, Any]:
     """Return the fields of linear attention: nothing where no layer has it."""
-    config = reader.config
     every = config.get("full_attention_interval") or 0
     if config.get("layer_types"):
         linear = tuple(kind == "linear_attention" for kind in config["layer_types"][:layers])
@@ -252,11 +240,9 @@ def _linear_facts(reader: _Reader, layers: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"attention_output_gate": bool(gated)}
     if not any(linear):
         return facts
-    sizes = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
-    return {
-        **facts, "linear_layers": linear, **{name: reader.integer(name) for name in sizes},
-        "linear_conv_kernel_dim": config.get("linear_conv_kernel_dim") or 0,
-    }  # fmt: skip
+    sizes = {key: _integer(config, name, key) for key in LINEAR_SIZES}
+    width = config.get("linear_conv_kernel_dim") or 0
+    return {**facts, "linear_layers": linear, **sizes, "linear_conv_kernel_dim": width}
 
 
 def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:

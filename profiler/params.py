@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from profiler.published.tables import EXCHANGES
+
 FLOAT8 = "float8_e4m3fn"
 DTYPES = ("auto", "bfloat16", "float16", "float32", FLOAT8)
-EXCHANGES = ("nccl", "deepep")
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileParams:
-    """Hold how many cases are timed, how large they may be, and how each is timed."""
+    """How many cases are timed, how large they may be, and how each is timed."""
 
     target_error: float = 5.0
     """Rounds of cases end when no operation's held-out median error is above so many percent."""
@@ -50,8 +51,8 @@ class ProfileParams:
     """Seed of the drawn lengths and routings and of the order of the cases."""
 
     def __post_init__(self) -> None:
-        for name, low in (("max_points", 6), ("repeats", 1), ("min_repeats", 1), ("threads", 0), ("anchor_every", 1),
-                          ("seed", 0)):  # fmt: skip
+        least = {"max_points": 6, "repeats": 1, "min_repeats": 1, "threads": 0, "anchor_every": 1, "seed": 0}
+        for name, low in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not value >= low:
                 raise ValueError(f"Expected {name} to be an integer >= {low}, got {value!r}.")
@@ -65,7 +66,6 @@ class ProfileParams:
         for name in ("max_minutes", "max_memory_gib"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"Expected {name} >= 0 and finite, got {getattr(self, name)}.")
-        if self.exchange not in EXCHANGES:
-            raise ValueError(f"Expected exchange to be one of {', '.join(EXCHANGES)}, got {self.exchange!r}.")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"Expected dtype to be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+        for name, allowed in (("exchange", tuple(EXCHANGES)), ("dtype", DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")

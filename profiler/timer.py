@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profiler.cases.case import DIRECTIONS, Case
+from profiler.cases.case import Case
+from profiler.cases.operations import DIRECTIONS
 from profiler.kernels.choose import Work
 from profiler.kernels.works import WORKS
 from profiler.params import ProfileParams

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Hold the parallel sizes of the training job (names of Megatron-LM's arguments)."""
+    """The parallel sizes of the training job (names of Megatron-LM's arguments)."""
 
     data_parallel_size: int = 1
     """DP slots: data-parallel ranks, each all its TP x CP ranks together."""
@@ -35,8 +35,7 @@ class Topology:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int) or not value >= 1:
                 raise ValueError(f"Expected {field.name} to be an integer >= 1, got {value!r}.")
-        dense = self.tensor_model_parallel_size * self.context_parallel_size
-        block = self.expert_model_parallel_size * self.expert_tensor_parallel_size
+        dense, block = self.ranks_per_slot, self.ranks_per_block
         ranks = dense * self.data_parallel_size
         if ranks % block:
             raise ValueError(

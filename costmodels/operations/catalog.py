@@ -10,9 +10,8 @@ from costmodels.operations.expert_move import TRANSFER
 from costmodels.operations.experts import EXPERTS
 from costmodels.operations.linear_attention import LINEAR_ATTENTION
 from costmodels.operations.router import ROUTER
+from profiler.cases.operations import DIRECTIONS as DIRECTIONS
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation for operation in (ATTENTION, LINEAR_ATTENTION, DENSE, ROUTER, EXPERTS, ALLTOALL, TRANSFER)
 }
-
-DIRECTIONS = ("forward", "backward")

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from costmodels.features import Columns, Operation, Parameter, smooth_max
+from profiler.cases.operations import TILE_ROWS
 
 ELEMENT_BYTES = 2.0
-TILE_ROWS = 128.0
 FUSED_EXPERTS = 128
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from costmodels.features import Columns, Operation, Parameter
-from profiler.cases.case import CHUNK_TOKENS
+from profiler.cases.operations import CHUNK_TOKENS
 
 
 def _baseline(c: Columns, p: Mapping[str, float]) -> np.ndarray:

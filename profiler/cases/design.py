@@ -18,6 +18,7 @@ import numpy as np
 
 from profiler.cases.case import Case, attention_features, experts_features, linear_attention_features, router_features
 from profiler.cases.estimates import Rates, case_bytes, case_seconds
+from profiler.cases.operations import OPERATIONS
 from profiler.cases.seen import Seen
 from profiler.errors import RoutePackError
 from profiler.model_spec import ModelSpec
@@ -48,7 +49,7 @@ RUNS_OUTSIDE_REPEATS = 2
 
 @dataclass(frozen=True)
 class Design:
-    """Hold the pool of a sweep and what was left out."""
+    """The pool of a sweep and what was left out."""
 
     cases: tuple[Case, ...]
     limits: tuple[dict[str, Any], ...]
@@ -94,9 +95,14 @@ class _Budget:
 
 
 def design_cases(
-    spec: ModelSpec, topology: Topology, max_tokens: int, params: ProfileParams, rates: Rates, item_bytes: int,
+    spec: ModelSpec,
+    topology: Topology,
+    max_tokens: int,
+    params: ProfileParams,
+    rates: Rates,
+    item_bytes: int,
     seen: Seen | None = None,
-) -> Design:  # fmt: skip
+) -> Design:
     """Return the pool for one model, topology and token cap, in a seeded order.
 
     Raises
@@ -112,14 +118,7 @@ def design_cases(
     rng = np.random.default_rng(params.seed)
     budget, seen = _Budget(params, rates, item_bytes), seen or Seen()
     largest = max(1, round(max_tokens * params.size_fraction))
-    tensor = topology.tensor_model_parallel_size
-    cases: list[Case] = []
-    for window in spec.attention_windows:
-        heads, label = spec.attention_heads(tensor), f"window {window}" if window else "full attention"
-        cases += _cells(_attention(heads, window), label, largest, budget, seen)
-    if any(spec.linear_layers):
-        heads = spec.attention_heads(tensor, linear=True)
-        cases += _cells(_linear_attention(heads), "linear attention", largest, budget, seen)
+    cases = _cell_cases(spec, topology, largest, budget, seen)
     cases += _dense_cases(spec, topology, largest, budget)
     cases += _router_cases(spec, topology, largest, budget)
     cases += _experts_cases(spec, topology, largest, params, budget, rng, seen)
@@ -127,20 +126,20 @@ def design_cases(
     distinct: dict[str, Case] = {}
     for case in cases:
         distinct.setdefault(case.case_id("forward", ""), case)
-    order = rng.permutation(len(distinct))
     listed = list(distinct.values())
-    return Design(tuple(listed[i] for i in order), tuple(budget.limits))
+    return Design(tuple(listed[i] for i in rng.permutation(len(listed))), tuple(budget.limits))
 
 
 def _check_every_operation(cases: list[Case], spec: ModelSpec, budget: _Budget) -> None:
-    linear = ("linear_attention",) if any(spec.linear_layers) else ()
-    for op in ("attention", *linear, "dense", "router", "experts"):
-        if not any(case.op == op for case in cases):
-            reason = next((limit["reason"] for limit in budget.limits if limit["op"] == op), "no size fits")
-            raise RoutePackError(
-                f"This device affords no case of {op} for {spec.name}: {reason}. Raise that limit in the profile "
-                "section, use larger parallel sizes or a larger device, or import --published timings."
-            )
+    found = {case.op for case in cases}
+    for op, asked in OPERATIONS.items():
+        if op in found or asked.exchange or (asked.optional and not any(spec.linear_layers)):
+            continue
+        reason = next((limit["reason"] for limit in budget.limits if limit["op"] == op), "no size fits")
+        raise RoutePackError(
+            f"This device affords no case of {op} for {spec.name}: {reason}. Raise that limit in the profile "
+            "section, use larger parallel sizes or a larger device, or import --published timings."
+        )
 
 
 def log_sizes(low: int, high: int, points: int) -> list[int]:
@@ -153,14 +152,21 @@ CellCase = Callable[[str, tuple[int, ...]], Case]
 """From a pattern and sequence lengths to the case of one cell."""
 
 
-def _attention(heads: tuple[int, int, int, int], window: int) -> CellCase:
-    return lambda pattern, lengths: Case("attention", pattern, attention_features(lengths, heads, window), lengths)
+def _cell_cases(spec: ModelSpec, topology: Topology, largest: int, budget: _Budget, seen: Seen) -> list[Case]:
+    tensor = topology.tensor_model_parallel_size
+    heads, linear_heads = spec.attention_heads(tensor), spec.attention_heads(tensor, linear=True)
 
+    def attention(window: int) -> CellCase:
+        return lambda pattern, lengths: Case("attention", pattern, attention_features(lengths, heads, window), lengths)
 
-def _linear_attention(heads: tuple[int, int, int, int]) -> CellCase:
-    return lambda pattern, lengths: Case(
-        "linear_attention", pattern, linear_attention_features(lengths, heads), lengths
-    )
+    def linear(pattern: str, lengths: tuple[int, ...]) -> Case:
+        return Case("linear_attention", pattern, linear_attention_features(lengths, linear_heads), lengths)
+
+    cases: list[Case] = []
+    for window in spec.attention_windows:
+        label = f"window {window}" if window else "full attention"
+        cases += _cells(attention(window), label, largest, budget, seen)
+    return cases + (_cells(linear, "linear attention", largest, budget, seen) if any(spec.linear_layers) else [])
 
 
 def _cells(cell: CellCase, label: str, largest: int, budget: _Budget, seen: Seen) -> list[Case]:
@@ -191,8 +197,7 @@ def mixed_lengths(total: int, median: float) -> tuple[int, ...]:
     count = max(1, round(total / (median * float(np.exp(LENGTH_SIGMA**2 / 2)))))
     normal = NormalDist()
     weights = np.array([np.exp(LENGTH_SIGMA * normal.inv_cdf((i + 0.5) / count)) for i in range(count)])
-    lengths = split_exactly(total, weights)
-    return tuple(int(length) for length in lengths if length > 0)
+    return tuple(int(length) for length in split_exactly(total, weights) if length > 0)
 
 
 def split_exactly(total: int, weights: np.ndarray) -> np.ndarray:
@@ -232,9 +237,14 @@ def _router_cases(spec: ModelSpec, topology: Topology, largest: int, budget: _Bu
 
 
 def _experts_cases(
-    spec: ModelSpec, topology: Topology, largest: int, params: ProfileParams, budget: _Budget, rng: np.random.Generator,
+    spec: ModelSpec,
+    topology: Topology,
+    largest: int,
+    params: ProfileParams,
+    budget: _Budget,
+    rng: np.random.Generator,
     seen: Seen,
-) -> list[Case]:  # fmt: skip
+) -> list[Case]:
     """Return grouped GEMMs of one rank: no rows, one row, and loads of many sizes and splits."""
     local = spec.num_experts // topology.expert_model_parallel_size
     inter = max(1, spec.moe_intermediate_size // topology.expert_tensor_parallel_size)
@@ -262,14 +272,9 @@ def _experts_cases(
 def _splits(local: int, rng: np.random.Generator) -> list[tuple[str, np.ndarray]]:
     """Return patterns and weights of the local experts: even, skewed, partly empty, one hot."""
     skewed = [np.exp(skew * rng.standard_normal(local)) for skew in SKEWS]
-    sparse = [
-        skewed[i] * (rng.permutation(local) < max(1, local // part))
-        for part in EMPTY_PARTS
-        for i in (0, len(SKEWS) - 1)
-    ]
+    keep = [rng.permutation(local) < max(1, local // part) for part in EMPTY_PARTS for _ in range(2)]
+    sparse = [weights * kept for weights, kept in zip((skewed[0], skewed[-1]) * len(EMPTY_PARTS), keep, strict=True)]
     others = np.arange(local) > 0
     hot = [np.where(others, (1.0 - share) / max(1, local - 1), share) for share in HOT_SHARES]
-    return [
-        ("even", np.ones(local)), *(("skewed", weights) for weights in skewed),
-        *(("sparse", weights) for weights in sparse), *(("hot", weights) for weights in hot),
-    ]  # fmt: skip
+    named = {"even": [np.ones(local)], "skewed": skewed, "sparse": sparse, "hot": hot}
+    return [(pattern, weights) for pattern, listed in named.items() for weights in listed]

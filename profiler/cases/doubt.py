@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler.cases.case import FEATURES
+from profiler.cases.operations import operation
 
 POINT_LIMIT = 1.25
 POINT_LIMIT_RANDOM = 1.6
@@ -66,10 +66,9 @@ def shard_flags(curve: np.ndarray, shards: np.ndarray, tokens: np.ndarray, time:
 
 
 def _slower(own: dict[int, float], coarser: dict[int, float]) -> bool:
-    shared = [(token, own[token] / coarser[token]) for token in own if token in coarser]
-    small = [ratio for token, ratio in shared if token <= SMALL_TOKENS]
-    everywhere = bool(shared) and float(np.median([ratio for _, ratio in shared])) > CURVE_LIMIT
-    return everywhere or (bool(small) and float(np.median(small)) > CURVE_LIMIT)
+    ratios = {token: own[token] / coarser[token] for token in own if token in coarser}
+    small = [ratio for token, ratio in ratios.items() if token <= SMALL_TOKENS]
+    return any(some and float(np.median(some)) > CURVE_LIMIT for some in (list(ratios.values()), small))
 
 
 def doubtful_cases(rows: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -80,7 +79,7 @@ def doubtful_cases(rows: Iterable[Mapping[str, Any]]) -> set[str]:
             groups.setdefault((row["op"], row["direction"]), []).append(row)
     doubts: set[str] = set()
     for (op, _), listed in groups.items():
-        features = np.array([[row[name] for name in FEATURES[op]] for row in listed])
+        features = np.array([[row[name] for name in operation(op).features] for row in listed])
         time = np.array([row["time_us"] for row in listed])
         asks_less = (features[:, None] <= features[None]).all(axis=2)
         slower = time[:, None] > POINT_LIMIT * time[None] + SLACK_US

@@ -25,7 +25,7 @@ ClassKey = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class Round:
-    """Say what to time next, or why nothing more is timed, and how wrong predictions are so far."""
+    """What to time next, or why nothing more is timed, and how wrong predictions are so far."""
 
     cases: tuple[Case, ...] = ()
     errors_pct: Mapping[str, float] = field(default_factory=dict)

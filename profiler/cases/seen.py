@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Hold a few dozen cells and rank loads of real steps, so that what will be planned is what is timed."""
+    """A few dozen cells and rank loads of real steps, so that what will be planned is what is timed."""
 
     cells: tuple[tuple[int, ...], ...] = ()
     """Sequence lengths of every cell."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.cases.case import Case
 from profiler.kernels.choose import Work
+from profiler.params import FLOAT8
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from profiler.device.backend import TorchBackend
 
 
-FLOAT8 = "float8_e4m3fn"
 FLOAT8_LARGEST = 448.0
 """Largest number of that type."""
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from profiler.cases.case import CHUNK_TOKENS, Case, filled
+from profiler.cases.case import Case, filled
+from profiler.cases.operations import CHUNK_TOKENS
 from profiler.kernels.choose import Work
 
 if TYPE_CHECKING:

@@ -3,8 +3,7 @@
 A folder is one GPU. Its tables lie in ``<framework>/<version>/<op>_perf.txt`` (CSV, as in the package) or
 ``<framework>-<version>/<op>_perf.parquet``; peaks and link rates in ``system.yaml`` or, as in the package, in
 ``../../<gpu>.yaml``. Only rows of 16-bit types are read. The tables hold forward times in milliseconds (DeepEP's in
-microseconds), summaries without repeats. Layouts of the versions 0.2 to 0.7 are read: the older ones lack
-``window_size``, ``device`` and ``kernel_source`` in places, and MLA's ``num_heads``, and call even loads ``uniform``.
+microseconds), summaries without repeats. Attention tables of some frameworks have no ``window_size``: none was timed.
 
 What the columns mean (read in the package and its public collector): ``num_tokens`` of a MoE row is the *global* token
 count, one GPU runs EP rank 0, and routing plus permutation over all tokens is inside the time: so ``router_tokens`` is
@@ -19,19 +18,22 @@ import takes those of one library.
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from profiler.cases.case import FEATURE_COLUMNS, FEATURES, case_id, causal_pairs
+from profiler.cases.case import case_id, causal_pairs
 from profiler.cases.doubt import POINT_LIMIT, POINT_LIMIT_RANDOM, curve_ids, point_flags, shard_flags
+from profiler.cases.operations import EXPERT_ROWS, FEATURE_COLUMNS, HEADS, OPERATIONS
 from profiler.device.fingerprint import GIB, DeviceFingerprint
 from profiler.errors import RoutePackError
 from profiler.files import file_hash
 from profiler.measurements import SCHEMA_VERSION, WHOLE_COLUMNS, Measurements
+from profiler.params import FLOAT8
 from profiler.published.routing_counts import balanced_counts, hottest_rank_counts, local_features, power_law_counts
 from profiler.published.tables import EXCHANGES, PublishedFolder, find_tables, read_system, read_table
 
@@ -41,8 +43,6 @@ KEY_SEED = 20260812
 UNITS_BY_NAME = {"A100": 108, "H100": 132, "H200": 132}
 """Streaming multiprocessors of cards whose tables do not state them."""
 MLA_QK_HEAD_DIM, MLA_V_HEAD_DIM = 192, 128
-MLA_HEADS = 128
-"""Heads of the model whose tables do not state them (DeepSeek-V3), before tensor parallelism divides them."""
 DEEPEP_RANKS_PER_NODE = 8
 DEEPEP_SMS = 20
 """Multiprocessors that the library takes by default; other rows of its tables tell what fewer would cost."""
@@ -66,19 +66,12 @@ def import_published(folder: Path | str, exchange: str = "nccl") -> Measurements
     if exchange not in EXCHANGES:
         raise RoutePackError(f"Unknown exchange {exchange!r}: expected {' or '.join(EXCHANGES)}.")
     found = find_tables(Path(folder), exchange)
-    readers: dict[str, tuple[str, Callable[[Columns], _Block]]] = {
-        "context_attention_perf": ("attention", _attention),
-        "context_mla_perf": ("attention", _latent_attention),
-        "gemm_perf": ("dense", _dense),
-        "moe_perf": ("experts", _experts),
-        "nccl_perf": ("alltoall", _alltoall),
-        "deepep_normal_perf": ("alltoall", _deepep),
-    }
-    parts, devices = [], []
-    for table, (op, reader) in readers.items():
+    parts: list[Columns] = []
+    devices: list[str] = []
+    for table, (op, reader) in READERS.items():
         if table in found.tables:
             raw = read_table(found.tables[table])
-            devices += [str(name) for name in np.unique(raw["device"])] if table == "moe_perf" else []
+            devices += np.unique(raw["device"]).tolist() if table == "moe_perf" else []
             parts.append(_rows(op, reader(raw)))
             _check_unit(found.tables[table], op, parts[-1])
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -88,33 +81,20 @@ def import_published(folder: Path | str, exchange: str = "nccl") -> Measurements
     return Measurements.from_columns(columns, _meta(found, devices))
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Rows of one table: a latency, descriptive columns and the features of its operation."""
-
-    latency_ms: np.ndarray
-    features: Columns
-    dtype: np.ndarray
-    kernel: np.ndarray
-    pattern: np.ndarray
-    flag: np.ndarray
-
-
-def _rows(op: str, block: _Block) -> Columns:
-    size = len(block.latency_ms)
-    text = {"op": op, "direction": "forward", "status": "ok", "message": "", "source": "published", "case_id": ""}
-    columns: Columns = {name: np.full(size, value) for name, value in text.items()}
-    columns |= {"dtype": block.dtype, "kernel": block.kernel, "pattern": block.pattern, "flag": block.flag}
-    columns |= {"time_us": block.latency_ms * 1e3, "spread_us": np.full(size, np.nan), "skew_us": np.full(size, np.nan)}
+def _rows(op: str, block: Columns) -> Columns:
+    """Return every column of measurements from what a table told, and the features of its operation."""
+    size = len(block["time_us"])
+    same: dict[str, Any] = {"op": op, "direction": "forward", "status": "ok", "message": "", "source": "published"}
+    same |= {"case_id": "", "spread_us": np.nan, "skew_us": np.nan, **dict.fromkeys(WHOLE_COLUMNS, 0)}
+    columns = {name: np.full(size, value) for name, value in same.items()} | block
     columns["repeats_us"] = np.fromiter((() for _ in range(size)), dtype=object, count=size)
-    zeros = np.zeros(size, dtype=np.int64)
-    return columns | {name: block.features.get(name, zeros) for name in WHOLE_COLUMNS}
+    return columns
 
 
 def _case_ids(columns: Columns) -> list[str]:
     listed = {name: columns[name].tolist() for name in ("op", "direction", "dtype", *FEATURE_COLUMNS)}
     return [
-        case_id(op, listed["direction"][i], listed["dtype"][i], {name: listed[name][i] for name in FEATURES[op]})
+        case_id(op, listed["direction"][i], listed["dtype"][i], {name: column[i] for name, column in listed.items()})
         for i, op in enumerate(listed["op"])
     ]
 
@@ -125,14 +105,15 @@ def _keep(raw: Columns, mask: np.ndarray) -> Columns:
     return {name: column[mask] for name, column in raw.items()}
 
 
-def _block(raw: Columns, dtype: str, features: Columns, flag: np.ndarray, pattern: np.ndarray | None = None) -> _Block:
-    empty = np.full(len(raw["latency"]), "")
-    names = np.where(raw[dtype] == "half", "float16", raw[dtype])
-    pattern = empty if pattern is None else pattern
-    return _Block(raw["latency"].astype(np.float64), features, names, raw["kernel_source"], pattern, flag)
+def _block(raw: Columns, dtype: str, features: Columns, flag: Any = "", pattern: Any = "") -> Columns:
+    """Return the columns of one table; texts are one for all rows, or one a row."""
+    text = {"kernel": raw["kernel_source"], "pattern": pattern, "flag": flag}
+    text["dtype"] = np.where(raw[dtype] == "half", "float16", raw[dtype])
+    told = {name: np.broadcast_to(one, raw["latency"].shape) for name, one in text.items()}
+    return {"time_us": raw["latency"] * 1e3, **told, **features}
 
 
-def _attention(raw: Columns) -> _Block:
+def _attention(raw: Columns) -> Columns:
     raw = _keep(raw, np.isin(raw["attn_dtype"], SIXTEEN_BIT) & np.isin(raw["kv_cache_dtype"], SIXTEEN_BIT))
     heads = raw["num_heads"]
     kv_heads = np.where(raw["num_key_value_heads"] > 0, raw["num_key_value_heads"], heads)
@@ -140,73 +121,63 @@ def _attention(raw: Columns) -> _Block:
     return _cells(raw, "attn_dtype", (heads, kv_heads, raw["head_dim"], raw["head_dim"]), window)
 
 
-def _latent_attention(raw: Columns) -> _Block:
+def _latent_attention(raw: Columns) -> Columns:
     raw = _keep(raw, np.isin(raw["mla_dtype"], SIXTEEN_BIT) & np.isin(raw["kv_cache_dtype"], SIXTEEN_BIT))
-    heads = raw["num_heads"] if "num_heads" in raw else MLA_HEADS // raw["tp_size"]
+    heads = raw["num_heads"]
     dims = (np.full_like(heads, MLA_QK_HEAD_DIM), np.full_like(heads, MLA_V_HEAD_DIM))
     return _cells(raw, "mla_dtype", (heads, heads, *dims), np.zeros_like(heads))
 
 
-def _cells(raw: Columns, dtype: str, heads: tuple[np.ndarray, ...], window: np.ndarray) -> _Block:
+def _cells(raw: Columns, dtype: str, heads: tuple[np.ndarray, ...], window: np.ndarray) -> Columns:
     batch, length = raw["batch_size"], raw["isl"]
-    features = {
-        "tokens": batch * length, "pairs": batch * causal_pairs(length, window), "num_sequences": batch,
-        "max_length": length, "num_heads": heads[0], "num_kv_heads": heads[1], "qk_head_dim": heads[2],
-        "v_head_dim": heads[3], "window": window,
-    }  # fmt: skip
+    features = dict(zip(HEADS, heads, strict=True)) | {"num_sequences": batch, "max_length": length, "window": window}
+    features |= {"tokens": batch * length, "pairs": batch * causal_pairs(length, window)}
     spike = point_flags(curve_ids(batch, *heads, window), length, raw["latency"], POINT_LIMIT)
     flag = np.where(spike, "slower than a longer sequence", "")
     return _block(raw, dtype, features, flag, np.where(batch == 1, "single", "even"))
 
 
-def _dense(raw: Columns) -> _Block:
+def _dense(raw: Columns) -> Columns:
     raw = _keep(raw, np.isin(raw["gemm_dtype"], SIXTEEN_BIT))
     features = {"tokens": raw["m"], "n": raw["n"], "k": raw["k"]}
-    return _block(raw, "gemm_dtype", features, np.full(len(raw["latency"]), ""))
+    return _block(raw, "gemm_dtype", features)
 
 
-def _alltoall(raw: Columns) -> _Block:
+def _alltoall(raw: Columns) -> Columns:
     # A wire carries bytes: so many 8-bit elements take as long as half as many of 16 bits.
     raw = _keep(raw, np.isin(raw["nccl_dtype"], (*SIXTEEN_BIT, "int8")) & (raw["op_name"] == "alltoall"))
     width = np.where(raw["nccl_dtype"] == "int8", 1, 2)
     features = {"bytes": raw["message_size"] * width, "inter_bytes": np.zeros_like(width), "ranks": raw["num_gpus"]}
-    return _block(raw, "nccl_dtype", features, np.full(len(raw["latency"]), ""))
+    return _block(raw, "nccl_dtype", features)
 
 
-def _deepep(raw: Columns) -> _Block:
+def _deepep(raw: Columns) -> Columns:
     """Return dispatch and combine rows: ``kernel`` says which, ``bytes`` are what each would send without sharing."""
     raw = _keep(raw, raw["dispatch_sms"] == DEEPEP_SMS)
     nodes, rows = raw["node_num"], raw["num_token"] * raw["num_topk"] * raw["hidden_size"]
-    sides = (("dispatch", 1, "float8_e4m3fn"), ("combine", 2, "bfloat16"))
+    curve = curve_ids(nodes, raw["hidden_size"], raw["num_topk"], raw["num_experts"])
     blocks = []
-    for side, width, dtype in sides:
-        time_us = raw[f"{side}_transmit_us"] + raw[f"{side}_notify_us"]
+    for side, width, dtype in (("dispatch", 1, FLOAT8), ("combine", 2, "bfloat16")):
+        time_us = (raw[f"{side}_transmit_us"] + raw[f"{side}_notify_us"]).astype(np.float64)
+        sent = rows * width
         # Routes are even over all experts, so this share of them leaves the node.
-        features = {
-            "bytes": rows * width, "inter_bytes": rows * width * (nodes - 1) // nodes,
-            "ranks": nodes * DEEPEP_RANKS_PER_NODE,
-        }  # fmt: skip
-        curve = curve_ids(nodes, raw["hidden_size"], raw["num_topk"], raw["num_experts"])
+        features = {"bytes": sent, "inter_bytes": sent * (nodes - 1) // nodes, "ranks": nodes * DEEPEP_RANKS_PER_NODE}
         spike = point_flags(curve, rows, time_us, POINT_LIMIT_RANDOM)
-        size = len(rows)
-        blocks.append(_Block(
-            time_us / 1e3, features, np.full(size, dtype), np.full(size, f"deepep {side}"), np.full(size, "even"),
-            np.where(spike, "slower than more tokens", ""),
-        ))  # fmt: skip
-    return _Block(
-        features={name: np.concatenate([one.features[name] for one in blocks]) for name in blocks[0].features},
-        **{name: np.concatenate([getattr(one, name) for one in blocks])
-           for name in ("latency_ms", "dtype", "kernel", "pattern", "flag")},
-    )  # fmt: skip
+        same = {"dtype": dtype, "kernel": f"deepep {side}", "pattern": "even"}
+        text = {name: np.full(len(rows), value) for name, value in same.items()}
+        flag = np.where(spike, "slower than more tokens", "")
+        blocks.append({"time_us": time_us, "flag": flag, **text, **features})
+    return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
 
 
 def _check_unit(path: Path, op: str, rows: Columns) -> None:
     """Refuse a table whose times are in another unit: no GPU is that fast, or that slow with so much to do."""
-    features = {name: rows[name].astype(np.float64) for name in FEATURES[op]}
-    if op == "alltoall":
+    asked = OPERATIONS[op]
+    features = {name: rows[name].astype(np.float64) for name in asked.features}
+    if asked.exchange:
         work, large, (low, high), unit = features["bytes"], LARGE_BYTES, BYTES_PER_S, "bytes"
     else:
-        work, large, (low, high), unit = _flops(op, features), LARGE_FLOPS, FLOPS_PER_S, "operations"
+        work, large, (low, high), unit = asked.flops(features), LARGE_FLOPS, FLOPS_PER_S, "operations"
     rate = work / (rows["time_us"] * 1e-6)
     big = work >= large
     for wrong in (rate[rate > high], rate[big][:1] if big.any() and rate[big].max() < low else rate[:0]):
@@ -217,23 +188,12 @@ def _check_unit(path: Path, op: str, rows: Columns) -> None:
             )
 
 
-def _flops(op: str, f: Columns) -> np.ndarray:
-    if op == "attention":
-        return 4.0 * f["pairs"] * f["num_heads"] * f["qk_head_dim"]
-    if op == "dense":
-        return 2.0 * f["tokens"] * f["n"] * f["k"]
-    return 6.0 * f["rows"] * f["hidden_size"] * f["inter_size"]
-
-
-def _experts(raw: Columns) -> _Block:
+def _experts(raw: Columns) -> Columns:
     raw = _keep(raw, np.isin(raw["moe_dtype"], SIXTEEN_BIT))
     tokens, experts, ranks = raw["num_tokens"], raw["num_experts"], raw["moe_ep_size"]
-    local = _local_features(raw)
-    features = {
-        "rows": local[:, 0], "active_experts": local[:, 1], "padded_rows": local[:, 2], "max_rows": local[:, 3],
-        "local_experts": experts // ranks, "hidden_size": raw["hidden_size"],
-        "inter_size": raw["inter_size"] // raw["moe_tp_size"], "router_tokens": tokens, "num_experts": experts,
-    }  # fmt: skip
+    features = dict(zip(EXPERT_ROWS, _local_features(raw).T, strict=True))
+    features |= {"local_experts": experts // ranks, "num_experts": experts, "router_tokens": tokens}
+    features |= {"hidden_size": raw["hidden_size"], "inter_size": raw["inter_size"] // raw["moe_tp_size"]}
     return _block(raw, "moe_dtype", features, _experts_flags(raw), raw["distribution"])
 
 
@@ -242,25 +202,21 @@ def _local_features(raw: Columns) -> np.ndarray:
     names = ("num_tokens", "num_experts", "topk", "moe_ep_size", "distribution")
     keys = list(zip(*(raw[name].tolist() for name in names), strict=True))
     known: dict[tuple[Any, ...], tuple[int, int, int, int]] = {}
-    counts: dict[tuple[Any, ...], np.ndarray] = {}
-    for tokens, experts, top_k, ep_size, distribution in sorted(set(keys)):
-        routing = (tokens, experts, top_k, distribution)
-        if routing not in counts:
-            counts[routing] = _global_counts(*routing)
-        drawn = counts[routing]
+    global_counts = functools.cache(_global_counts)
+    for tokens, experts, top_k, ep_size, distribution in set(keys):
+        drawn = global_counts(tokens, experts, top_k, distribution)
         local = drawn[: experts // ep_size] if drawn.ndim == 1 else hottest_rank_counts(drawn, ep_size, tokens)
         known[tokens, experts, top_k, ep_size, distribution] = local_features(local)
     return np.array([known[key] for key in keys], dtype=np.int64).reshape(-1, 4)
 
 
 def _global_counts(tokens: int, experts: int, top_k: int, distribution: str) -> np.ndarray:
-    # Even logits or drawn alike: the expected counts are the same.
-    if distribution in ("balanced", "uniform"):
+    if distribution == "balanced":
         return balanced_counts(tokens, experts, top_k)
-    kind, _, exponent = distribution.rpartition("_")
-    if kind != "power_law":
+    exponent = re.fullmatch(r"power_law_(\d+(?:\.\d+)?)", distribution)
+    if exponent is None or float(exponent[1]) == 1:
         raise RoutePackError(f"Unknown distribution {distribution!r} in moe_perf: expected balanced or power_law_<a>.")
-    alpha = float(exponent)
+    alpha = float(exponent[1])
     # One generator per routing: a row's features do not depend on which other rows the table holds.
     rng = np.random.default_rng([KEY_SEED, tokens, experts, top_k, round(alpha * 1000)])
     return power_law_counts(tokens, experts, top_k, alpha, rng)
@@ -277,6 +233,17 @@ def _experts_flags(raw: Columns) -> np.ndarray:
         slow = shard_flags(curve_ids(*shape, other), shards, tokens, time)
         flag[slow] = f"slower than fewer {what}-parallel ranks"
     return flag
+
+
+READERS: dict[str, tuple[str, Callable[[Columns], Columns]]] = {
+    "context_attention_perf": ("attention", _attention),
+    "context_mla_perf": ("attention", _latent_attention),
+    "gemm_perf": ("dense", _dense),
+    "moe_perf": ("experts", _experts),
+    "nccl_perf": ("alltoall", _alltoall),
+    "deepep_normal_perf": ("alltoall", _deepep),
+}
+"""Operation and reader of every table."""
 
 
 def _meta(found: PublishedFolder, devices: list[str]) -> dict[str, Any]:

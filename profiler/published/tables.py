@@ -12,27 +12,20 @@ import numpy as np
 from profiler.errors import RoutePackError
 
 LAYOUT = "<framework>/<version>/<op>_perf.txt or <framework>-<version>/<op>_perf.parquet, with system.yaml"
+CELL = ("batch_size", "isl", "num_heads", "kv_cache_dtype")
+EXPERTS = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size", "distribution")
 KEY_COLUMNS: dict[str, tuple[str, ...]] = {
-    "context_attention_perf": (
-        "batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim", "attn_dtype", "kv_cache_dtype",
-    ),
-    "context_mla_perf": ("batch_size", "isl", "mla_dtype", "kv_cache_dtype"),
+    "context_attention_perf": (*CELL, "num_key_value_heads", "head_dim", "attn_dtype"),
+    "context_mla_perf": (*CELL, "mla_dtype"),
     "gemm_perf": ("gemm_dtype", "m", "n", "k"),
-    "moe_perf": (
-        "moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size",
-        "distribution",
-    ),
+    "moe_perf": ("moe_dtype", "num_tokens", *EXPERTS),
     "nccl_perf": ("op_name", "nccl_dtype", "num_gpus", "message_size"),
     "deepep_normal_perf": ("node_num", "hidden_size", "num_token", "num_topk", "num_experts", "dispatch_sms"),
-}  # fmt: skip
-"""Columns that every table must have besides its latencies."""
-LATENCIES = {
-    "deepep_normal_perf": (
-        "dispatch_transmit_us", "dispatch_notify_us", "combine_transmit_us", "combine_notify_us",
-    ),
-}  # fmt: skip
-"""Columns of times where a table has others than one ``latency`` in milliseconds."""
+}
+"""Columns that every table must have besides its device, kernel and latencies."""
 MAY_BE_ZERO = ("dispatch_notify_us", "combine_notify_us")
+LATENCIES = {"deepep_normal_perf": ("dispatch_transmit_us", "combine_transmit_us", *MAY_BE_ZERO)}
+"""Columns of times where a table has others than one ``latency`` in milliseconds."""
 RENAMED = {"wideep_deepep_normal_perf": "deepep_normal_perf"}
 EXCHANGES = {"nccl": "nccl_perf", "deepep": "deepep_normal_perf"}
 """Libraries whose all-to-all tables are read, one at a time: a job exchanges through one of them."""
@@ -41,7 +34,7 @@ TEXT = {"device", "kernel_source", "op_name", "distribution", "framework", "vers
 
 @dataclass(frozen=True, slots=True)
 class PublishedFolder:
-    """Hold the tables chosen in one GPU's folder."""
+    """The tables chosen in one GPU's folder."""
 
     folder: Path
     framework: str
@@ -84,15 +77,7 @@ def find_tables(folder: Path, exchange: str = "nccl") -> PublishedFolder:
 def _table_sets(folder: Path) -> dict[str, dict[str, Path]]:
     """Return tables by framework-version; a Parquet and a CSV of one name count once (Parquet)."""
     sets: dict[str, dict[str, Path]] = {}
-    patterns = (
-        "*/*/*_perf.txt",
-        "*/*/*_perf.csv",
-        "*/*_perf.txt",
-        "*/*_perf.csv",
-        "*/*_perf.parquet",
-        "*/*/*_perf.parquet",
-    )
-    for pattern in patterns:
+    for pattern in ("*/*/*_perf.txt", "*/*_perf.txt", "*/*_perf.parquet", "*/*/*_perf.parquet"):
         for path in sorted(folder.glob(pattern)):
             name = "-".join(path.relative_to(folder).parts[:-1])
             sets.setdefault(name, {})[RENAMED.get(path.stem, path.stem)] = path
@@ -106,7 +91,7 @@ def _preference(name: str) -> tuple[bool, list[tuple[int, str]]]:
 
 
 def read_table(path: Path) -> dict[str, np.ndarray]:
-    """Read a table into plain columns: integers, float latencies, text; device and kernel_source may be empty.
+    """Read a table into plain columns: integers, float latencies, text.
 
     Raises
     ------
@@ -123,20 +108,14 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
         reason = str(error).splitlines()[0]
         raise RoutePackError(f"Published table {path} cannot be read ({reason}). Fetch it again.") from None
     kind = RENAMED.get(path.stem, path.stem)
-    needed = (*LATENCIES.get(kind, ("latency",)), *KEY_COLUMNS[kind])
+    needed = (*LATENCIES.get(kind, ("latency",)), *KEY_COLUMNS[kind], "device", "kernel_source")
     missing = [name for name in needed if name not in table.column_names]
     if missing:
         raise RoutePackError(
             f"Published table {path} lacks the columns {', '.join(missing)}: not a table of this layout."
         )
-    columns: dict[str, np.ndarray] = {}
-    for name in table.column_names:
-        is_text = name in TEXT or name.endswith("_dtype")
-        values = table.column(name).to_numpy()
-        columns[name] = values.astype(str) if is_text else values
-    # Tables of 2025 lack them.
-    for name in ("device", "kernel_source"):
-        columns.setdefault(name, np.full(table.num_rows, ""))
+    columns = {name: table.column(name).to_numpy() for name in table.column_names}
+    columns |= {name: values.astype(str) for name, values in columns.items() if name in TEXT or name.endswith("_dtype")}
     _check_numbers(path, kind, columns)
     return columns
 

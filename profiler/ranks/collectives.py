@@ -1,10 +1,11 @@
 """Time exchanges between ranks: all groups of a size at once, and the slowest rank counts.
 
-One round: displace the caches, wait for one another, run, then share when each rank began and how long it took. Rounds
+One round: wait for one another, displace the caches, run, then share when each rank began and how long it took. Rounds
 that ranks began too far apart are dropped, and repeated a few times.
 
 Invariants: all ranks run one sequence of cases and rounds, for every choice is made from numbers that all of them have;
-buffers are made, and that is agreed, before anyone enters an exchange.
+buffers are made, and that is agreed, before anyone enters an exchange; a rank that fails inside one tells the others
+before any enters the next. Those wait inside the broken exchange, for ``EXCHANGE_PATIENCE`` at most.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from profiler.cases.case import DIRECTIONS, Case
+from profiler.cases.case import Case
 from profiler.cases.doubt import doubtful_cases, faster
+from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
 from profiler.observer import Observer
 from profiler.params import ProfileParams
-from profiler.ranks.exchange_cases import alltoall_case, pair_kinds, split_bytes
-from profiler.ranks.ranks import Ranks
+from profiler.ranks.exchange_cases import alltoall_case, pair_kinds, split_bytes, transfer_case
+from profiler.ranks.ranks import Ranks, first_line
 
 WHAT = "profile exchanges"
 """Name under which progress is reported."""
@@ -46,28 +48,15 @@ LINK_SLACK = 1.05
 PROBE_BYTES, PROBES = 1 << 20, 3
 MESSAGE_LENGTH = 200
 
-Exchange = Callable[[Any, Any, list[int], list[int], Any], None]
-"""Sends ``sent`` split by bytes per receiver into ``received`` split by bytes per sender, inside a process group."""
-
-
-def torch_exchange(received: Any, sent: Any, from_each: list[int], to_each: list[int], group: Any) -> None:
-    """Exchange through torch.distributed: NCCL between GPUs, gloo between CPUs."""
-    import torch.distributed as dist
-
-    dist.all_to_all_single(received, sent, from_each, to_each, group=group)
-
 
 @dataclass(frozen=True)
 class Stage:
-    """Hold what every exchange needs."""
+    """What every exchange needs."""
 
     ranks: Ranks
     backend: TorchBackend
     params: ProfileParams
     fingerprint: DeviceFingerprint
-    exchange: Exchange = torch_exchange
-    name: str = ""
-    """What the exchange is called in a row; empty for torch's own."""
 
     @property
     def library(self) -> str:
@@ -76,7 +65,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class _Move:
+class Move:
     """What one rank does in a round, whether the content that came is right, and who takes part."""
 
     run: Callable[[], Any]
@@ -86,7 +75,7 @@ class _Move:
 
 
 @dataclass(frozen=True)
-class _Round:
+class Round:
     """One round as all ranks saw it."""
 
     times_us: tuple[float, ...]
@@ -99,6 +88,7 @@ class _Round:
 
     @property
     def time_us(self) -> float:
+        """The slowest rank's."""
         return max(self.times_us)
 
     def is_fair(self, kind: str) -> bool:
@@ -113,22 +103,15 @@ class _Round:
 def measure_links(stage: Stage, sizes: list[int]) -> dict[str, float]:
     """Return a first look at bytes per second of the busiest rank, by group size in digits and by kind of pair."""
     ranks, found = stage.ranks, {}
-    probes = {
-        str(size): alltoall_case(
-            "even", split_bytes("even", size, PROBE_BYTES, np.random.default_rng(0)), ranks.per_node
-        )
-        for size in sizes
-    }
-    for kind in pair_kinds(ranks.size, ranks.per_node):
-        probes[kind] = Case(
-            "transfer", kind, {"bytes": PROBE_BYTES, "inter_bytes": PROBE_BYTES if kind == "between" else 0}
-        )
+    splits = {size: split_bytes("even", size, PROBE_BYTES, np.random.default_rng(0)) for size in sizes}
+    probes = {str(size): alltoall_case("even", split, ranks.per_node) for size, split in splits.items()}
+    probes |= {kind: transfer_case(kind, PROBE_BYTES) for kind in pair_kinds(ranks.size, ranks.per_node)}
     for name, case in probes.items():
         move, failure = _agreed_move(stage, case, "forward")
         if move is None:
             raise RoutePackError(f"No exchange can be timed: {failure['message']}.")
         offsets, began = ranks.clock_offsets(), time.perf_counter()
-        best = min(_round(stage, move, offsets, began).time_us for _ in range(PROBES))
+        best = min(time_round(stage, move, offsets, began).time_us for _ in range(PROBES))
         found[name] = PROBE_BYTES / max(best * 1e-6, 1e-9)
     return found
 
@@ -154,29 +137,31 @@ def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: O
 
 def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
     """Return one row, the same on every rank but for the samples of its own under ``own_us``."""
-    row = {
-        "case_id": case.case_id(direction, DTYPE), "op": case.op, "direction": direction, "source": "measured",
-        "dtype": DTYPE, "pattern": case.pattern, **case.features,
-    }  # fmt: skip
+    row: dict[str, Any] = {"case_id": case.case_id(direction, DTYPE), "op": case.op, "direction": direction}
+    row |= {"source": "measured", "dtype": DTYPE, "pattern": case.pattern, **case.features}
     move, failure = _agreed_move(stage, case, direction)
     if move is None:
         return row | failure
     row["kernel"] = move.kernel
     rounds = _rounds(stage, move)
-    if not all(stage.ranks.gather(move.is_right())):
+    right = False
+    with stage.ranks.together():
+        right = move.is_right()
+    if not all(stage.ranks.gather(right)):
         return row | {"status": "failed", "message": "The bytes that came are not those that were sent."}
     stage.backend.release()
-    return row | _summary(stage, case, rounds, move)
+    return row | summary(stage, case, rounds, move)
 
 
-def _agreed_move(stage: Stage, case: Case, direction: str) -> tuple[_Move | None, dict[str, str]]:
+def _agreed_move(stage: Stage, case: Case, direction: str) -> tuple[Move | None, dict[str, str]]:
     """Return what this rank does, or None on all ranks and why, where one cannot make its buffers."""
     move, status, message = None, "", ""
+    group = stage.ranks.group(case.features.get("ranks", stage.ranks.size))
     try:
-        move = _transfer(stage, case) if case.op == "transfer" else _alltoall(stage, case, direction)
-    except (RuntimeError, MemoryError) as error:
+        move = _transfer(stage, case, group) if case.op == "transfer" else _alltoall(stage, case, direction, group)
+    except Exception as error:
         status = "oom" if isinstance(error, MemoryError) or "memory" in str(error) else "unsupported"
-        message = f"rank {stage.ranks.rank}: {str(error).splitlines()[0]}"[:MESSAGE_LENGTH]
+        message = f"rank {stage.ranks.rank}: {first_line(error)}"[:MESSAGE_LENGTH]
     failed = [found for found in stage.ranks.gather([status, message]) if found[0]]
     if not failed:
         return move, {}
@@ -185,31 +170,31 @@ def _agreed_move(stage: Stage, case: Case, direction: str) -> tuple[_Move | None
     return None, {"status": failed[0][0], "message": failed[0][1]}
 
 
-def _alltoall(stage: Stage, case: Case, direction: str) -> _Move:
+def _alltoall(stage: Stage, case: Case, direction: str, group: Any) -> Move:
     import torch
+    import torch.distributed as dist
 
     size = case.features["ranks"]
     bytes_GG = np.array(case.parts, dtype=np.int64).reshape(size, size)
     bytes_GG = bytes_GG.T if direction == "backward" else bytes_GG
-    own, group = stage.ranks.position(size), stage.ranks.group(size)
+    own = stage.ranks.rank % size
     to_each, from_each = bytes_GG[own].tolist(), bytes_GG[:, own].tolist()
     sent = torch.full((sum(to_each),), own, dtype=torch.uint8, device=stage.backend.device)
     received = torch.full((sum(from_each),), 255, dtype=torch.uint8, device=stage.backend.device)
-    ends = np.cumsum(from_each)
+    ends = np.cumsum(from_each).tolist()
+
+    def run() -> None:
+        dist.all_to_all_single(received, sent, from_each, to_each, group=group)
 
     def is_right() -> bool:
-        edges = [(sender, end) for sender, end in enumerate(ends.tolist()) if from_each[sender]]
+        edges = [(sender, end) for sender, end in enumerate(ends) if from_each[sender]]
         picked = [position for sender, end in edges for position in (end - from_each[sender], end - 1)]
-        expected = [sender % 256 for sender, _ in edges for _ in range(2)]
-        return bool(received[picked].tolist() == expected)
+        return bool(received[picked].tolist() == [sender % 256 for sender, _ in edges for _ in range(2)])
 
-    return _Move(
-        run=lambda: stage.exchange(received, sent, from_each, to_each, group), is_right=is_right,
-        active=tuple(range(stage.ranks.size)), kernel=stage.name or f"{stage.library} all_to_all_single",
-    )  # fmt: skip
+    return Move(run, is_right, tuple(range(stage.ranks.size)), f"{stage.library} all_to_all_single")
 
 
-def _transfer(stage: Stage, case: Case) -> _Move:
+def _transfer(stage: Stage, case: Case, group: Any) -> Move:
     import torch
     import torch.distributed as dist
 
@@ -220,59 +205,61 @@ def _transfer(stage: Stage, case: Case) -> _Move:
 
     def run() -> None:
         if own == sender:
-            dist.send(buffer, dst=receiver)
+            dist.send(buffer, dst=receiver, group=group)
         else:
-            dist.recv(buffer, src=sender)
+            dist.recv(buffer, src=sender, group=group)
 
-    return _Move(
-        run=run, is_right=lambda: own != receiver or bool((buffer == 1).all()), active=(sender, receiver),
-        kernel=f"{stage.library} send + recv",
-    )  # fmt: skip
+    def is_right() -> bool:
+        return own != receiver or bool((buffer == 1).all())
+
+    return Move(run, is_right, (sender, receiver), f"{stage.library} send + recv")
 
 
-def _rounds(stage: Stage, move: _Move) -> list[_Round]:
+def _rounds(stage: Stage, move: Move) -> list[Round]:
     """Return the timed rounds, dropped ones included, after warming up until two agree."""
     offsets, began = stage.ranks.clock_offsets(), time.perf_counter()
     budget_s = stage.params.max_case_seconds / len(DIRECTIONS)
     previous = float("inf")
     for _ in range(MAX_WARM_UP):
-        warm = _round(stage, move, offsets, began)
+        warm = time_round(stage, move, offsets, began)
         if abs(warm.time_us - previous) <= STEADY * previous or warm.spent_s > budget_s:
             break
         previous = warm.time_us
-    rounds: list[_Round] = []
+    rounds: list[Round] = []
     fair = 0
     while len(rounds) < MAX_ROUNDS * stage.params.repeats and fair < stage.params.repeats:
         if fair >= stage.params.min_repeats and rounds[-1].spent_s > budget_s:
             break
-        rounds.append(_round(stage, move, offsets, began))
+        rounds.append(time_round(stage, move, offsets, began))
         fair += rounds[-1].is_fair(stage.backend.kind)
     return rounds
 
 
-def _round(stage: Stage, move: _Move, offsets: list[float], began: float) -> _Round:
-    takes_part = stage.ranks.rank in move.active
-    stage.backend.flush()
-    stage.ranks.barrier()
-    if stage.backend.kind == "cuda":
-        _device_barrier(stage)
-    started = time.perf_counter()
-    elapsed_us = 0.0
-    if takes_part:
+def time_round(stage: Stage, move: Move, offsets: list[float], began: float) -> Round:
+    """Run a case once on all ranks together; ``began`` is when this rank's first round of it did."""
+    ranks, backend = stage.ranks, stage.backend
+    on_gpu = backend.kind == "cuda"
+    if not on_gpu:
+        backend.flush()
+    ranks.barrier()
+    started, elapsed_us = 0.0, 0.0
+    with ranks.together():
         try:
-            elapsed_us = stage.backend.elapsed_us(move.run)
-        except RuntimeError as error:
-            reason = (str(error).splitlines() or ["no reason given"])[0]
-            raise RoutePackError(
-                f"An exchange broke off on rank {stage.ranks.rank}: {reason}. Run the same command again: it continues."
-            ) from error
-    seen = stage.ranks.gather_numbers([started, elapsed_us, time.perf_counter() - began])
+            if on_gpu:
+                # Nothing waits between this flush and the run, so that the run's launches hide behind it.
+                backend.flush()
+                _device_barrier(stage)
+            started = time.perf_counter()
+            if ranks.rank in move.active:
+                elapsed_us = backend.elapsed_us(move.run)
+        except Exception as error:
+            reason = f"An exchange broke off on rank {ranks.rank}: {first_line(error)}."
+            raise RoutePackError(f"{reason} Run the same command again: it continues.") from error
+    seen = ranks.gather_numbers([started, elapsed_us, time.perf_counter() - began])
     starts = {rank: seen[rank][0] - offsets[rank] for rank in move.active}
     latest = max(starts, key=lambda rank: starts[rank])
-    return _Round(
-        times_us=tuple(seen[rank][1] for rank in move.active),
-        skew_us=(starts[latest] - min(starts.values())) * 1e6, latest=latest, spent_s=seen[0][2],
-    )  # fmt: skip
+    skew_us = (starts[latest] - min(starts.values())) * 1e6
+    return Round(tuple(seen[rank][1] for rank in move.active), skew_us, latest, seen[0][2])
 
 
 def _device_barrier(stage: Stage) -> None:
@@ -280,10 +267,10 @@ def _device_barrier(stage: Stage) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.zeros(1, device=stage.backend.device))
+    dist.all_reduce(torch.zeros(1, device=stage.backend.device), group=stage.ranks.group(stage.ranks.size))
 
 
-def _summary(stage: Stage, case: Case, rounds: list[_Round], move: _Move) -> dict[str, Any]:
+def summary(stage: Stage, case: Case, rounds: list[Round], move: Move) -> dict[str, Any]:
     """Return status, times and skew of one case from its rounds."""
     kind = stage.backend.kind
     kept = [one for one in rounds if one.is_fair(kind)]
@@ -299,18 +286,17 @@ def _summary(stage: Stage, case: Case, rounds: list[_Round], move: _Move) -> dic
     low, middle, high = np.percentile(samples, (25, 50, 75))
     slowest = statistics.mode(move.active[int(np.argmax(one.times_us))] for one in kept)
     skew = statistics.median(one.skew_us for one in kept)
-    impossible = _above_link(stage, case, float(middle))
+    impossible = above_link(stage, case, float(middle))
     if impossible:
         return {"status": "failed", "message": impossible, "skew_us": skew, "rank": slowest}
     own = move.active.index(stage.ranks.rank) if stage.ranks.rank in move.active else None
-    return {
-        "status": "ok", "message": late if len(kept) < len(rounds) else "", "time_us": float(middle),
-        "spread_us": float(high - low), "skew_us": skew, "repeats_us": samples, "rank": slowest,
-        "own_us": [] if own is None else [one.times_us[own] for one in kept],
-    }  # fmt: skip
+    times = {"time_us": float(middle), "spread_us": float(high - low), "skew_us": skew, "repeats_us": samples}
+    own_us = [] if own is None else [one.times_us[own] for one in kept]
+    message = late if len(kept) < len(rounds) else ""
+    return {"status": "ok", "message": message, **times, "rank": slowest, "own_us": own_us}
 
 
-def _above_link(stage: Stage, case: Case, time_us: float) -> str:
+def above_link(stage: Stage, case: Case, time_us: float) -> str:
     """Return why a time cannot be true, where the rate of the links is known; else nothing."""
     inside, between = link_rates(stage.fingerprint)
     crossing, ranks = case.features["inter_bytes"], case.features.get("ranks", 2)

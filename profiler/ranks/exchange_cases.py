@@ -82,8 +82,7 @@ def design_exchanges(
     for kind in pair_kinds(max(sizes, default=1), per_node):
         largest = cut("transfer", kind, round(expert * TRANSFER_SCALES[-1]))
         for scale in TRANSFER_SCALES:
-            size = min(largest, max(1, round(expert * scale)))
-            cases.append(Case("transfer", kind, {"bytes": size, "inter_bytes": size if kind == "between" else 0}))
+            cases.append(transfer_case(kind, min(largest, max(1, round(expert * scale)))))
     distinct = list({case.case_id("forward", ""): case for case in cases}.values())
     return [distinct[i] for i in rng.permutation(len(distinct))], limits
 
@@ -111,16 +110,16 @@ def split_bytes(pattern: str, group: int, busiest: int, rng: np.random.Generator
 
 
 def alltoall_case(pattern: str, bytes_GG: np.ndarray, per_node: int) -> Case:
-    """Return the case of one exchange; features are those of its busiest rank."""
-    parts = tuple(int(size) for size in bytes_GG.ravel())
-    return Case("alltoall", pattern, alltoall_features(bytes_GG, per_node), parts)
-
-
-def alltoall_features(bytes_GG: np.ndarray, per_node: int) -> dict[str, int]:
-    """Return ``bytes``, ``inter_bytes`` and ``ranks`` of one exchange; a group begins with a node."""
+    """Return the case of one exchange; features are those of its busiest rank, and a group begins with a node."""
     node = np.arange(len(bytes_GG)) // per_node
     inter_GG = bytes_GG * (node[:, None] != node[None, :])
-    return {"bytes": _busiest(bytes_GG), "inter_bytes": _busiest(inter_GG), "ranks": len(bytes_GG)}
+    features = {"bytes": _busiest(bytes_GG), "inter_bytes": _busiest(inter_GG), "ranks": len(bytes_GG)}
+    return Case("alltoall", pattern, features, tuple(bytes_GG.ravel().tolist()))
+
+
+def transfer_case(kind: str, size: int) -> Case:
+    """Return the case of one expert's move ``inside`` a node or ``between`` two."""
+    return Case("transfer", kind, {"bytes": size, "inter_bytes": size if kind == "between" else 0})
 
 
 def _busiest(bytes_GG: np.ndarray) -> int:

@@ -2,7 +2,7 @@
 
 Values travel between ranks as JSON bytes in tensors over gloo, so that control never waits behind device work.
 
-Invariants: every method but ``position`` is called by all ranks in one order; an error inside :meth:`Ranks.together`
+Invariants: every method is called by all ranks in one order; an error inside :meth:`Ranks.together`
 stops all of them with a line that names the rank, and a rank that dies stops the others too; leaving the context
 leaves nothing running.
 """
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 PATIENCE = timedelta(hours=6)
 """Ranks wait this long for one that times alone; a rank that dies is noticed at once."""
-EXCHANGE_PATIENCE = timedelta(minutes=10)
-"""Longest wait inside an exchange."""
+EXCHANGE_PATIENCE = timedelta(minutes=3)
+"""Longest wait inside an exchange, for one that another rank did not enter: its process group's timeout."""
 JOIN_PATIENCE = timedelta(minutes=10)
 PING_PONGS = 8
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -48,24 +48,9 @@ class Ranks:
             (known[name] for name in RANK_VARIABLES) if launched else (0, 1, 0, 1)
         )
         self.host = socket.gethostname()
-        self.kind = device or "cpu"
         self._wanted = device
         self._control: Any = None
         self._groups: dict[int, Any] = {}
-
-    @property
-    def node(self) -> int:
-        """Index of this rank's node."""
-        return self.rank // self.per_node
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the job."""
-        return -(-self.size // self.per_node)
-
-    def position(self, group_size: int) -> int:
-        """Return this rank's place among the consecutive ranks of its group."""
-        return self.rank % group_size
 
     def __enter__(self) -> Ranks:
         if self.size == 1:
@@ -78,18 +63,18 @@ class Ranks:
                 "This process belongs to a torch.distributed job already. Profile in a process of its own: "
                 "torchrun ... -m routepack_tune profile."
             )
-        self.kind = "cuda" if self._wanted != "cpu" and torch.cuda.is_available() else "cpu"
-        if self.kind == "cuda":
+        on_gpu = self._wanted != "cpu" and torch.cuda.is_available()
+        if on_gpu:
             torch.cuda.set_device(_device_index(self.local_rank, torch.cuda.device_count()))
         try:
-            backend = "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
             dist.init_process_group(backend, timeout=JOIN_PATIENCE)
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
         except (RuntimeError, ValueError) as error:
             self._leave()
             where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             raise RoutePackError(
-                f"Rank {self.rank} cannot join the {self.size} ranks at {where}: {_first_line(error)}. Check that "
+                f"Rank {self.rank} cannot join the {self.size} ranks at {where}: {first_line(error)}. Check that "
                 "every node was started and that this address is reachable from all of them."
             ) from None
         try:
@@ -151,11 +136,11 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        data = (
-            np.frombuffer(canonical_json(value).encode(), dtype=np.uint8) if self.rank == 0 else np.zeros(0, np.uint8)
-        )
-        sizes = self.gather_numbers([data.size])
-        sent = torch.from_numpy(data.copy()) if self.rank == 0 else torch.empty(int(sizes[0][0]), dtype=torch.uint8)
+        text = canonical_json(value) if self.rank == 0 else ""
+        sizes = self.gather_numbers([len(text.encode())])
+        sent = torch.empty(int(sizes[0][0]), dtype=torch.uint8)
+        if self.rank == 0:
+            sent.numpy()[:] = np.frombuffer(text.encode(), dtype=np.uint8)
         with self._lost():
             dist.broadcast(sent, src=0, group=self._control)
         return json.loads(sent.numpy().tobytes())
@@ -184,13 +169,15 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise RoutePackError(
-                f"Rank {self.rank} lost another rank ({_first_line(error)}). The output of the one that stopped says "
+                f"Rank {self.rank} lost another rank ({first_line(error)}). The output of the one that stopped says "
                 "why; run the same command again: it continues."
             ) from None
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block that talks to no other rank; where it fails on one, stop on all.
+        """Run a block; where it fails on one rank, stop on all.
+
+        The block talks to no other rank, or only inside an exchange whose process group bounds the wait.
 
         Raises
         ------
@@ -204,7 +191,7 @@ class Ranks:
             failure = error
         texts: list[str] = []
         try:
-            texts = self.gather("" if failure is None else f"{_prefix(failure)}{_first_line(failure)}")
+            texts = self.gather("" if failure is None else f"{_prefix(failure)}{first_line(failure)}")
         except RoutePackError:
             if failure is None:
                 raise
@@ -233,40 +220,32 @@ class Ranks:
         Ranks of one node share a clock; between nodes the quickest of a few ping-pongs tells.
         """
         own = 0.0
-        for node in range(1, self.num_nodes):
-            asked = node * self.per_node
-            if self.rank == 0:
-                self._answer(asked)
-            elif self.rank == asked:
-                own = self._ask()
+        for asked in range(self.per_node, self.size, self.per_node):
+            if self.rank in (0, asked):
+                own = self._ping_pong(asked)
         offsets = [offset for (offset,) in self.gather_numbers([own])]
         return [offsets[rank - rank % self.per_node] for rank in range(self.size)]
 
-    def _answer(self, asked: int) -> None:
-        import torch
-        import torch.distributed as dist
-
-        stamp = torch.zeros(1, dtype=torch.float64)
-        for _ in range(PING_PONGS):
-            with self._lost():
-                dist.recv(stamp, src=asked, group=self._control)
-                stamp[0] = time.perf_counter()
-                dist.send(stamp, dst=asked, group=self._control)
-
-    def _ask(self) -> float:
+    def _ping_pong(self, asked: int) -> float:
+        """Return by how much the rank that asks is ahead of rank 0, which answers: the middle of the quickest trip."""
         import torch
         import torch.distributed as dist
 
         stamp = torch.zeros(1, dtype=torch.float64)
         trips: list[tuple[float, float]] = []
-        for _ in range(PING_PONGS):
-            sent = time.perf_counter()
-            with self._lost():
+        with self._lost():
+            for _ in range(PING_PONGS):
+                if self.rank == 0:
+                    dist.recv(stamp, src=asked, group=self._control)
+                    stamp[0] = time.perf_counter()
+                    dist.send(stamp, dst=asked, group=self._control)
+                    continue
+                sent = time.perf_counter()
                 dist.send(stamp, dst=0, group=self._control)
                 dist.recv(stamp, src=0, group=self._control)
-            received = time.perf_counter()
-            trips.append((received - sent, (sent + received) / 2 - float(stamp[0])))
-        return min(trips)[1]
+                received = time.perf_counter()
+                trips.append((received - sent, (sent + received) / 2 - float(stamp[0])))
+        return min(trips)[1] if trips else 0.0
 
 
 def _integer(name: str) -> int:
@@ -292,5 +271,6 @@ def _prefix(error: Exception) -> str:
     return "" if isinstance(error, RoutePackError) else f"{type(error).__name__}: "
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return what an error says, as far as a line of a report holds it."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 from profiler.cases.case import Case
 from profiler.cases.estimates import forward_flops
+from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
@@ -40,7 +41,7 @@ def time_speeds(
     cases: Sequence[Case], ranks: Ranks, backend: TorchBackend, params: ProfileParams, journal: Journal
 ) -> list[dict[str, float]]:
     """Return every rank's times of the speed cases by row id; GPUs run at the same time, CPUs in turn."""
-    ids = {case.case_id(way, backend.dtype_name) for case in cases for way in ("forward", "backward")}
+    ids = {case.case_id(way, backend.dtype_name) for case in cases for way in DIRECTIONS}
     # Compared only with what the others take now: one that lacks them makes all of them run again.
     if not all(ranks.gather(ids <= journal.speeds.keys())):
         best: dict[str, float] = {}
@@ -67,9 +68,8 @@ def relative_times(times: Sequence[dict[str, float]]) -> list[float]:
 
 def describe_rank(ranks: Ranks, fingerprint: DeviceFingerprint) -> dict[str, Any]:
     """Return what names this rank's device: host, device and, of a GPU, its number, UUID and PCI address."""
-    facts: dict[str, Any] = {
-        "rank": ranks.rank, "host": ranks.host, "node": ranks.node, "device": fingerprint.name, "speed": 1.0,
-    }  # fmt: skip
+    facts: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host, "node": ranks.rank // ranks.per_node}
+    facts |= {"device": fingerprint.name, "speed": 1.0}
     if fingerprint.kind != "cuda":
         return facts
     import torch

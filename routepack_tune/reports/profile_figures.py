@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profiler.cases.case import FEATURES, Case
-from profiler.cases.estimates import BACKWARD_WORK, activation_elements, forward_flops, weight_elements
+from profiler.cases.case import Case
+from profiler.cases.estimates import BACKWARD_WORK, case_elements, forward_flops
+from profiler.cases.operations import DIRECTIONS
+from profiler.cases.operations import OPERATIONS as TIMED
 from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, EXPERTS, INK, new_axes, styled
 
 if TYPE_CHECKING:
@@ -67,8 +69,8 @@ class OperationRows:
 def operation_rows(measurements: Measurements) -> list[OperationRows]:
     """Return every operation and direction that has a good row, in the order of the operations."""
     found = []
-    for op in FEATURES:
-        for direction in ("forward", "backward"):
+    for op in TIMED:
+        for direction in DIRECTIONS:
             rows = measurements.select(op=op, direction=direction, status="ok").rows
             if rows["time_us"].size:
                 found.append(_operation(op, direction, rows))
@@ -79,7 +81,7 @@ def _operation(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> Opera
     from costmodels.operations.catalog import OPERATIONS
 
     time_us = rows["time_us"]
-    sizes = ("tokens",) if "tokens" in FEATURES[op] else OPERATIONS[op].size
+    sizes = ("tokens",) if "tokens" in TIMED[op].features else OPERATIONS[op].size
     # Experts timed here route nothing: their size is that of their rows.
     size = next((name for name in sizes if rows[name].any()), sizes[-1])
     physics_us, flagged = _physics(op, rows), rows["flag"] != ""
@@ -128,14 +130,14 @@ def _work(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> tuple[np.n
     """Return the operations and the least bytes of every row."""
     if op in EXCHANGES:
         return np.zeros(rows["time_us"].size), rows["bytes"].astype(np.float64)
-    listed = {name: rows[name].tolist() for name in FEATURES[op]}
+    listed = {name: rows[name].tolist() for name in TIMED[op].features}
     cases = [Case(op, "", dict(zip(listed, values, strict=True))) for values in zip(*listed.values(), strict=True)]
     back = direction == "backward"
     flops = np.array([forward_flops(case) for case in cases]) * (
         BACKWARD_WORK if back and "attention" in op else 1 + back
     )
     width = np.array([4 if name == "float32" else 1 if "8" in name else 2 for name in rows["dtype"].tolist()])
-    elements = np.array([weight_elements(case) + activation_elements(case) for case in cases], dtype=np.float64)
+    elements = np.array([case_elements(case) for case in cases], dtype=np.float64)
     return flops, elements * width * (1 + back)
 
 

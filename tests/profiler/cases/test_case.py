@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.cases.case import Case, attention_features, causal_pairs, experts_features
+from profiler.cases.estimates import case_elements, forward_flops
+from profiler.cases.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,3 +58,25 @@ def test_case_ids_are_the_same_in_every_process():
 def test_a_case_id_needs_every_feature():
     with pytest.raises(KeyError):
         Case("dense", "", {"tokens": 1}).case_id("forward", "x")
+
+
+def test_an_operation_nobody_knows_is_an_error_not_another_ones_estimate():
+    case = Case("convolution", "", {"rows": 8, "hidden_size": 4, "inter_size": 2, "local_experts": 1})
+    asked = (forward_flops, case_elements, lambda case: case.case_id("forward", "x"))
+    for ask in asked:
+        with pytest.raises(ValueError, match="Unknown operation 'convolution': expected one of attention, "):
+            ask(case)
+
+
+def test_what_moves_bytes_alone_computes_nothing():
+    assert forward_flops(Case("transfer", "inside", {"bytes": 4096, "inter_bytes": 0})) == 0
+
+
+def test_estimates_of_columns_are_those_of_single_cases():
+    lengths, windows = ((5, 3), (700,), (64,) * 9), (0, 128, 4)
+    rows = [attention_features(parts, (8, 2, 192, 128), window) for parts, window in zip(lengths, windows, strict=True)]
+    columns = {name: np.array([row[name] for row in rows]) for name in OPERATIONS["attention"].features}
+    flops = [forward_flops(Case("attention", "", row)) for row in rows]
+    assert OPERATIONS["attention"].flops(columns).tolist() == flops
+    # Two products over 192 and 128 numbers, both as wide as the wider; a windowed kernel masks half of its work.
+    assert flops[:2] == [4 * rows[0]["pairs"] * 8 * 192, 2 * 4 * rows[1]["pairs"] * 8 * 192]

@@ -19,6 +19,7 @@ from profiler.cases.case import (
     linear_attention_features,
     router_features,
 )
+from profiler.cases.operations import OPERATIONS
 from profiler.kernels.choose import LibraryKernel, TorchKernel, Work, build_work
 from profiler.kernels.works import KERNELS, WORKS
 from profiler.timer import Backward
@@ -89,7 +90,7 @@ def picked(case, backend):
 
 
 def test_every_operation_ends_with_torchs_own():
-    assert set(KERNELS) == set(WORKS) == {"attention", "linear_attention", "dense", "router", "experts"}
+    assert set(KERNELS) == set(WORKS) == {name for name, one in OPERATIONS.items() if not one.exchange}
     assert all(isinstance(kernels[-1], TorchKernel) for kernels in KERNELS.values())
 
 

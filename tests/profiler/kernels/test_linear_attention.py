@@ -4,7 +4,8 @@ import pytest
 from oracles import delta_rule_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import CHUNK_TOKENS, Case, linear_attention_features
+from profiler.cases.case import Case, linear_attention_features
+from profiler.cases.operations import CHUNK_TOKENS
 from profiler.kernels.linear_attention import chunked_core, linear_attention_work
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

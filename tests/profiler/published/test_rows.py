@@ -173,10 +173,13 @@ def test_wrong_folders_are_clear_errors(folder, tmp_path):
     ("old", "new", "message"),
     [
         ("moe_ep_size", "ep", "lack.* moe_ep_size"),
+        ("kernel_source", "source", "lack.* kernel_source"),
         (",0.5\n", ",-0.5\n", "positive"),
         (",0.5\n", ",nan\n", "positive"),
         ("float16,64,", "float16,many,", "num_tokens must hold whole numbers"),
         ("balanced,0.5", "zipf,0.5", "Unknown distribution 'zipf'"),
+        ("power_law_1.2", "power_law_steep", "Unknown distribution 'power_law_steep'"),
+        ("power_law_1.2", "power_law_1.0", "Unknown distribution 'power_law_1.0'"),
         ("float16", "fp8", "no 16-bit rows"),
     ],
 )
@@ -221,31 +224,13 @@ def test_an_absent_deepep_table_is_a_clear_error(folder):
         import_published(folder, exchange="deepep")
 
 
-def test_layouts_of_2025_are_read(folder):
-    """Tables of the package's 0.2: no windows, no kernel names, MLA heads by tensor-parallel size."""
-    old = {
-        "trtllm/1.0/context_attention_perf.txt": [
-            "framework,version,device,op_name,batch_size,isl,num_heads,num_key_value_heads,head_dim,beam_width,attn_dtype,"
-            "kv_cache_dtype,step,latency",
-            f"{LEFT},context_attention,2,16,8,2,64,1,float16,float16,0,0.1",
-        ],
-        "trtllm/1.0/context_mla_perf.txt": [
-            "framework,version,device,op_name,mla_dtype,kv_cache_dtype,batch_size,isl,tp_size,step,latency",
-            f"{LEFT},mla_context,float16,float16,1,32,8,0,0.2",
-        ],
-        "nccl/2.9/nccl_perf.txt": [
-            "nccl_dtype,num_gpus,message_size,kernel_source,op_name,latency", "half,8,1024,NCCL,alltoall,0.02",
-        ],
-    }  # fmt: skip
-    for name, lines in old.items():
-        (folder / name).write_text("\n".join(lines) + "\n")
-    path = folder / "trtllm/1.0/moe_perf.txt"
-    path.write_text(path.read_text().replace("balanced", "uniform"))
-    measurements = import_published(folder)
-    has(one(measurements, op="attention", v_head_dim=64), window=0, kernel="", pairs=2 * 16 * 17 // 2)
-    has(one(measurements, op="attention", v_head_dim=128), num_heads=16)
-    has(one(measurements, op="alltoall"), bytes=2048, ranks=8)
-    has(one(measurements, op="experts", pattern="uniform"), rows=32, max_rows=16)
+def test_tables_without_windows_are_read(folder):
+    """Those of sglang on an A100 have no ``window_size``."""
+    path = folder / "trtllm/1.0/context_attention_perf.txt"
+    head, first = TABLES["trtllm/1.0/context_attention_perf.txt"][:2]
+    path.write_text(head.replace("window_size,", "") + "\n" + first.replace(",64,0,1,", ",64,1,") + "\n")
+    row = one(import_published(folder), op="attention", v_head_dim=64)
+    has(row, window=0, kernel="flow", pairs=2 * 16 * 17 // 2, qk_head_dim=64)
 
 
 @pytest.mark.parametrize("latency", ["0.00113", "1130.0"])

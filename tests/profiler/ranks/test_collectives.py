@@ -1,15 +1,16 @@
+import contextlib
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 
 from profiler import DeviceFingerprint, ModelSpec, ProfileParams, Topology
-from profiler.ranks.collectives import Stage, _above_link, _Move, _Round, _summary, link_rates
+from profiler.ranks.collectives import Move, Round, Stage, above_link, link_rates, summary, time_round
 from profiler.ranks.exchange_cases import (
     PATTERNS,
     UNIT_BYTES,
     alltoall_case,
-    alltoall_features,
     design_exchanges,
     group_sizes,
     largest_exchange,
@@ -33,6 +34,34 @@ class Group:
     rank = 0
 
 
+class Recorder:
+    """Ranks and backend in one: note what is called, in order; the device is pretended."""
+
+    rank, size, device = 0, 1, "cpu"
+
+    def __init__(self, kind):
+        self.kind, self.calls = kind, []
+
+    def barrier(self):
+        self.calls.append("barrier")
+
+    def flush(self):
+        self.calls.append("flush")
+
+    def elapsed_us(self, run):
+        self.calls.append("timed")
+        return 1.0
+
+    def group(self, size):
+        return None
+
+    def together(self):
+        return contextlib.nullcontext()
+
+    def gather_numbers(self, numbers):
+        return [numbers]
+
+
 def stage(fingerprint=CARD):
     return Stage(Group(), Backend(), PARAMS, fingerprint)
 
@@ -44,7 +73,7 @@ def test_splits_keep_to_what_the_busiest_rank_may_move(pattern, group):
         split = split_bytes(pattern, group, busiest, np.random.default_rng(1))
         assert (split >= 0).all()
         assert not (split % UNIT_BYTES).any()
-        features = alltoall_features(split, per_node=group)
+        features = alltoall_case(pattern, split, group).features
         assert busiest - group * UNIT_BYTES <= features["bytes"] <= busiest
         assert features["inter_bytes"] == 0
         assert features["ranks"] == group
@@ -55,9 +84,9 @@ def test_splits_keep_to_what_the_busiest_rank_may_move(pattern, group):
 
 def test_bytes_over_the_border_are_those_of_the_busiest_rank():
     split = np.array([[1, 2, 3, 4], [0, 0, 0, 0], [5, 0, 0, 9], [0, 0, 0, 0]]) * 16
-    assert alltoall_features(split, per_node=2) == {"bytes": 14 * 16, "inter_bytes": 7 * 16, "ranks": 4}
+    assert alltoall_case("", split, 2).features == {"bytes": 14 * 16, "inter_bytes": 7 * 16, "ranks": 4}
     # The backward pass sends the same back: its busiest rank is as busy.
-    assert alltoall_features(split.T, per_node=2) == alltoall_features(split, per_node=2)
+    assert alltoall_case("", split.T, 2).features == alltoall_case("", split, 2).features
 
 
 @pytest.mark.parametrize(
@@ -95,36 +124,51 @@ def test_the_design_spans_a_kib_to_the_fullest_exchange_and_reports_cuts():
 
 
 def rounds(*skews, time_us=1000.0):
-    return [_Round((time_us, time_us / 2), skew, 1, 0.1) for skew in skews]
+    return [Round((time_us, time_us / 2), skew, 1, 0.1) for skew in skews]
 
 
-def summary(seen, fingerprint=CARD, size=2048):
+def summed(seen, fingerprint=CARD, size=2048):
     case = alltoall_case("even", split_bytes("even", 2, size, np.random.default_rng(0)), 2)
-    return _summary(stage(fingerprint), case, seen, _Move(lambda: None, lambda: True, (0, 1), ""))
+    return summary(stage(fingerprint), case, seen, Move(lambda: None, lambda: True, (0, 1), ""))
 
 
 def test_rounds_that_began_apart_are_dropped_and_too_many_fail_the_case():
     # FC-29: start skew.
-    row = summary(rounds(10.0, 5000.0, 30.0, 20.0))
+    row = summed(rounds(10.0, 5000.0, 30.0, 20.0))
     assert (row["status"], row["time_us"], row["skew_us"], len(row["repeats_us"])) == ("ok", 1000.0, 20.0, 3)
     assert row["message"] == "1 of 4 rounds dropped: rank 1 began up to 5000 us late (limit 2000)"
     assert row["rank"] == 0
-    row = summary(rounds(10.0, 5000.0, 6000.0))
+    row = summed(rounds(10.0, 5000.0, 6000.0))
     assert (row["status"], row["skew_us"], row["rank"]) == ("failed", 5000.0, 1)
     assert "time_us" not in row
     # A long exchange may begin a little further apart.
-    assert summary(rounds(5000.0, 5000.0, time_us=1e5))["status"] == "ok"
+    assert summed(rounds(5000.0, 5000.0, time_us=1e5))["status"] == "ok"
 
 
 def test_what_is_faster_than_the_links_was_not_measured():
     # FC-29: bandwidth above the link rate.
     assert link_rates(CARD) == (450e9, 400e9)
     assert link_rates(dataclasses.replace(CARD, interconnect="", network="")) == (0.0, 0.0)
-    row = summary(rounds(0.0, 0.0, time_us=1.0), size=2**20)
+    row = summed(rounds(0.0, 0.0, time_us=1.0), size=2**20)
     assert row["status"] == "failed"
     assert row["message"] == "524 GB/s inside a node cannot be: the links carry 450."
-    assert summary(rounds(0.0, 0.0, time_us=2.0), size=2**20)["status"] == "ok"
+    assert summed(rounds(0.0, 0.0, time_us=2.0), size=2**20)["status"] == "ok"
     unknown = dataclasses.replace(CARD, interconnect="")
-    assert summary(rounds(0.0, 0.0, time_us=1.0), unknown, 2**20)["status"] == "ok"
+    assert summed(rounds(0.0, 0.0, time_us=1.0), unknown, 2**20)["status"] == "ok"
     between = alltoall_case("even", split_bytes("even", 2, 2**20, np.random.default_rng(0)), 1)
-    assert "between nodes cannot be" in _above_link(stage(), between, 1.0)
+    assert "between nodes cannot be" in above_link(stage(), between, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("cuda", ["barrier", "flush", "device barrier", "timed"]), ("cpu", ["flush", "barrier", "timed"])],
+)
+def test_nothing_waits_between_the_flush_and_an_exchange_on_a_gpu(monkeypatch, kind, expected):
+    # Else the flush is over when the exchange is launched, and the launch is timed with it.
+    dist = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    recorder = Recorder(kind)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: recorder.calls.append("device barrier"))
+    move = Move(lambda: None, lambda: True, (0,), "")
+    one = time_round(Stage(recorder, recorder, PARAMS, CARD), move, [0.0], time.perf_counter())
+    assert recorder.calls == expected
+    assert (one.times_us, one.skew_us, one.latest) == ((1.0,), 0.0, 0)

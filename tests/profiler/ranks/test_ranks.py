@@ -56,6 +56,28 @@ if os.environ["RANK"] == "1":
 sys.exit(main())
 """
 
+BROKEN = """
+import datetime, os, sys
+import torch.distributed as dist
+from profiler.ranks import ranks
+from routepack_tune.cli import main
+
+ranks.EXCHANGE_PATIENCE = datetime.timedelta(seconds=5)
+if os.environ["RANK"] == "1":
+    exchange, calls = dist.all_to_all_single, [0]
+
+    def breaks(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] > 12 and sys.argv[1] == "before":
+            raise ValueError("planted")
+        exchange(*args, **kwargs)
+        if calls[0] > 12:
+            raise ValueError("planted")
+
+    dist.all_to_all_single = breaks
+sys.exit(main(sys.argv[2:]))
+"""
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
@@ -63,6 +85,7 @@ def job(tmp_path_factory):
     (folder / "model.json").write_text(json.dumps(MODEL))
     (folder / "config.yaml").write_text(CONFIG)
     (folder / "planted.py").write_text(PLANTED)
+    (folder / "broken.py").write_text(BROKEN)
     return folder
 
 
@@ -83,7 +106,7 @@ def start_torchrun(job, out, program=("-m", "routepack_tune"), ranks=2):
     )  # fmt: skip
 
 
-def start_two_nodes(job, out):
+def start_two_nodes(job, out, program=("-m", "routepack_tune")):
     """Start one rank on each of two pretended nodes, without a launcher that would clean up after them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -91,7 +114,7 @@ def start_two_nodes(job, out):
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "routepack_tune", *arguments(job, out)], cwd=ROOT, text=True,
+            [sys.executable, *program, *arguments(job, out)], cwd=ROOT, text=True,
             env=environment(RANK=str(rank), MASTER_PORT=port, **common), stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
@@ -221,11 +244,25 @@ def test_a_killed_rank_stops_the_others_and_two_nodes_continue(job):
     assert (moved["inter_bytes"] == moved["bytes"]).all()
 
 
+@pytest.mark.parametrize(
+    ("moment", "told"),
+    [("before", "An exchange broke off on rank 0: "), ("after", "Rank 1 stopped: An exchange broke")],
+)
+def test_a_rank_that_fails_inside_an_exchange_tells_the_others(job, moment, told):
+    # One that never entered leaves the other inside, as long as the group's timeout; then all stop.
+    processes = start_two_nodes(job, job / moment, (str(job / "broken.py"), moment))
+    outputs = [process.communicate(timeout=90)[0] for process in processes]
+    assert all(process.returncode for process in processes)
+    assert told in outputs[0]
+    assert "Error: An exchange broke off on rank 1: planted." in outputs[1]
+    assert "Traceback" not in "".join(outputs)
+
+
 def test_a_group_of_one_needs_no_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with Ranks() as ranks:
-        assert (ranks.rank, ranks.size, ranks.num_nodes, ranks.clock_offsets()) == (0, 1, 1, [0.0])
+        assert (ranks.rank, ranks.size, ranks.per_node, ranks.clock_offsets()) == (0, 1, 1, [0.0])
         assert ranks.gather({"a": 1}) == [{"a": 1}]
         with pytest.raises(ValueError, match="own"), ranks.together():
             raise ValueError("own")
