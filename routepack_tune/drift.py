@@ -233,8 +233,7 @@ def _block_seconds(planner: Planner, batch: StepBatch, plan: Plan, name: str) ->
     """Return the predicted seconds of every component of every block, [B, C], by the bundle's tables."""
     from search import build_problem, check_plan, evaluate
 
-    params = planner.params
-    problem = build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens, params)
+    problem = build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens, planner.params)
     stated = plan.provenance.get("batch_hash", batch.data_hash)
     try:
         if stated != batch.data_hash or plan.sample_ids != tuple(map(str, batch.sample_ids)):

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.packing.bins import least_rows
-from search.problem import Problem
+from search.problem import Problem, least_rows
 
 
 def convex_minorant(table: np.ndarray) -> np.ndarray:

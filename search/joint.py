@@ -21,10 +21,11 @@ from costmodels import StepTables
 from profiler import ModelSpec, Observer, RoutePackError, Topology
 from search.bounds import lower_bound_ns
 from search.evaluate import Evaluation, evaluate
-from search.packing.bins import identity_placement, least_rows, pack_ffd
+from search.packing.bins import pack_ffd
 from search.packing.packer import LEG_PROPOSALS, PackChain, pack_costs
 from search.packing.seeds import equalised, pack_balanced, pack_staircase
 from search.params import PlannerParams
+from search.placement.lpt import identity_placement
 from search.placement.movement import (
     ASSUMED_GBYTES_PER_S,
     Residence,
@@ -40,7 +41,7 @@ from search.placement.movement import (
 )
 from search.placement.placer import PLACEMENT_SHARE, LayerLoads, first_ranks, place_rows
 from search.plan import Plan, StepTime, check_plan
-from search.problem import Problem, StepBatch, build_problem
+from search.problem import Problem, StepBatch, build_problem, least_rows
 from search.random_bits import seed_state
 from search.stop import StopCriterion, with_budget
 

@@ -227,6 +227,15 @@ def check_lengths(batch: StepBatch, max_tokens: int, alignment: int = 1) -> None
         )
 
 
+def least_rows(problem: Problem) -> int:
+    """Return the least number of rows any capped packing may have: a bound, not always reachable."""
+    by_tokens = -(-int(problem.lengths.sum()) // (problem.max_tokens * problem.num_slots))
+    big = int((problem.lengths > problem.max_tokens // 2).sum())
+    rows = max(1, by_tokens, -(-big // problem.num_slots))
+    multiple = problem.topology.row_multiple
+    return -(-rows // multiple) * multiple
+
+
 def _fill_unknown(batch: StepBatch, lengths: np.ndarray, top_k: int) -> np.ndarray:
     """Return counts for ``lengths`` tokens in which those without a route are spread like the sample's own average
     token.

@@ -26,7 +26,7 @@ from costmodels import StepTables
 from profiler import ModelSpec, RoutePackError, Topology
 from search.joint import plan_step
 from search.params import PlannerParams
-from search.placement.movement import ranks_of_slots
+from search.placement.lpt import ranks_of_slots
 from search.plan import Plan
 from search.problem import StepBatch, check_lengths
 from search.stop import MaxIterations, StopCriterion

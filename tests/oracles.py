@@ -54,6 +54,20 @@ def step_ns_slow(problem, row_N, slot_N, placement_LE, num_rows):
     return max(block_times), block_times
 
 
+def wall_ns_slow(problem, rank_rows_RBPL):
+    """What the search charges every end of the step for rows above the receive cap, by the definition."""
+    cap, row_ns = problem.receive_wall
+    together = problem.blocks_per_unit
+    charges = [0] * (problem.num_blocks // together)
+    for row in rank_rows_RBPL.tolist():
+        for end in range(len(charges)):
+            for layer in range(problem.num_layers):
+                blocks = row[end * together : (end + 1) * together]
+                peak = max(rank[layer] for block in blocks for rank in block)
+                charges[end] += row_ns * max(0, peak - cap)
+    return np.array(charges)
+
+
 def best_step_ns(problem, max_rows):
     """The optimum over every capped packing into at most ``max_rows`` rows and every placement, by enumeration."""
     best = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from costmodels import StepTables
 from costmodels.tables import node_shift, table_nodes
 from profiler import ModelSpec, Topology
 from search.params import PlannerParams
-from search.problem import StepBatch, build_problem
+from search.problem import StepBatch, build_problem, least_rows
 
 
 def make_spec(layers=2, experts=8, top_k=2):
@@ -71,28 +72,84 @@ TOPOLOGIES = (
     Topology(data_parallel_size=2, tensor_model_parallel_size=2, context_parallel_size=2, expert_model_parallel_size=2),
     Topology(data_parallel_size=2, expert_model_parallel_size=2, pipeline_model_parallel_size=2),
 )
+VIRTUAL_PIPELINE = Topology(
+    data_parallel_size=2,
+    expert_model_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=2,
+)
 
 
 @st.composite
-def problems(draw, max_samples=14):
-    """A random problem and the generator it was drawn with."""
+def jobs(draw, max_samples=14):
+    """What ``plan_step`` takes (batch, tables, model, topology, token cap, settings) and the generator it is from.
+
+    Either cap may bind: cells hold 32 tokens, or two samples and more; a rank may receive what a few samples send.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    topology = draw(st.sampled_from(TOPOLOGIES))
+    topology = draw(st.sampled_from((*TOPOLOGIES, VIRTUAL_PIPELINE)))
     spec = make_spec(layers=draw(st.integers(1, 3)), experts=8, top_k=2)
     lengths = rng.integers(1, 30, draw(st.integers(2 * topology.data_parallel_size, max_samples)))
     batch = make_batch(rng, spec, lengths, skew=float(rng.uniform(0, 2)), unknown=int(rng.integers(0, 3)))
     if not batch.known_tokens.any():
         batch = make_batch(rng, spec, lengths)
-    tables = make_tables(rng, spec, topology, 512)
-    params = PlannerParams(couple_blocks=draw(st.booleans()), sequence_alignment=draw(st.sampled_from((1, 4))))
-    return build_problem(batch, tables, spec, topology, 512, params), rng
+    params = PlannerParams(
+        couple_blocks=draw(st.booleans()),
+        sequence_alignment=draw(st.sampled_from((1, 4))),
+        max_received_rows=draw(st.sampled_from((0, 40, 100))),
+    )
+    return (
+        batch,
+        make_tables(rng, spec, topology, 512),
+        spec,
+        topology,
+        draw(st.sampled_from((32, 64, 512))),
+        params,
+    ), rng
+
+
+@st.composite
+def problems(draw, max_samples=14):
+    """A random problem whose least number of rows has a sample for every cell, and the generator it is from."""
+    job, rng = draw(jobs(max_samples))
+    problem = build_problem(*job)
+    assume(least_rows(problem) * problem.num_slots <= problem.num_samples)
+    return problem, rng
+
+
+def random_rows(rng, problem):
+    """A number of rows that a plan may have."""
+    return int(rng.choice(possible_rows(problem)))
+
+
+def possible_rows(problem):
+    """Every number of rows that a plan may have, as far as samples and tokens say."""
+    return range(least_rows(problem), problem.num_samples // problem.num_slots + 1, problem.topology.row_multiple)
+
+
+def capped_packing(rng, problem, num_rows):
+    """A packing into ``num_rows`` rows under the token cap without empty cells; None if ten tries found none."""
+    cells = num_rows * problem.num_slots
+    for _ in range(10):
+        cell, order = np.empty(problem.num_samples, np.int64), rng.permutation(problem.num_samples)
+        cell[order[:cells]] = rng.permutation(cells)
+        tokens = np.bincount(cell[order[:cells]], weights=problem.lengths[order[:cells]], minlength=cells)
+        for i in order[cells:]:
+            room = np.flatnonzero(tokens + problem.lengths[i] <= problem.max_tokens)
+            if room.size == 0:
+                break
+            cell[i] = rng.choice(room)
+            tokens[cell[i]] += problem.lengths[i]
+        else:
+            return cell
+    return None
 
 
 def random_packing(rng, problem, num_rows):
-    """A packing into ``num_rows`` rows without empty cells; the cap is kept by the makers' small lengths or ignored."""
-    cells = num_rows * problem.num_slots
-    cell = np.concatenate([np.arange(cells), rng.integers(0, cells, problem.num_samples - cells)])
-    return rng.permutation(cell)
+    """A packing as above; examples without one are not looked at."""
+    cell = capped_packing(rng, problem, num_rows)
+    assume(cell is not None)
+    return cell
 
 
 def random_placement(rng, problem):

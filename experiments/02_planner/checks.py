@@ -22,9 +22,8 @@ from regimes import HERE, Instance, Regime, load_instance, load_tables, with_lay
 
 from search import Plan, PlannerParams
 from search.joint import SEEDS, row_candidates
-from search.packing.bins import identity_placement, lpt_placement
 from search.packing.packer import PackChain, pack_costs
-from search.placement.movement import ranks_of_slots
+from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
 from search.random_bits import seed_state
 
 DRIFT_STEPS, DRIFT_SEEDS, DRIFT_BUDGET_S = 10, 2, 2.0

@@ -18,7 +18,7 @@ from profiler import ModelSpec, Topology, import_published, load_model
 from routepack_tune import load_step_batch
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from search import Problem, StepBatch, balanced_ns, build_problem, lower_bound_ns
-from search.packing.bins import least_rows
+from search.problem import least_rows
 
 HERE = Path(__file__).parent
 CACHE = HERE.parent / ".cache"

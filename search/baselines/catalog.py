@@ -24,13 +24,8 @@ from search.baselines.open_instruct import solve_open_instruct
 from search.baselines.relibra import relibra_placement
 from search.baselines.routepack import solve_routepack
 from search.evaluate import Evaluation, evaluate
-from search.packing.bins import (
-    identity_placement,
-    lpt_placement,
-    pack_ffd,
-    pack_karmarkar_karp,
-    sample_flops,
-)
+from search.packing.bins import pack_ffd, pack_karmarkar_karp, sample_flops
+from search.placement.lpt import identity_placement, lpt_placement
 from search.problem import Problem
 from search.stop import MaxIterations, MaxRuntime, StopCriterion
 

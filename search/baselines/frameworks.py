@@ -13,16 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from profiler import RoutePackError
-from search.packing.bins import (
-    Bins,
-    cells_of_bins,
-    fill_bins,
-    first_fit_decreasing,
-    identity_placement,
-    karmarkar_karp,
-    lpt_placement,
-)
-from search.placement.kernels import lpt_layer
+from search.packing.bins import Bins, cells_of_bins, fill_bins, first_fit_decreasing, karmarkar_karp
+from search.placement.lpt import identity_placement, lpt_layer, lpt_placement
 from search.problem import Problem
 
 Packing = tuple[np.ndarray, np.ndarray, int]

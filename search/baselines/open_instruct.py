@@ -11,7 +11,8 @@ import numpy as np
 
 from search.baselines.frameworks import Packing
 from search.baselines.routepack import SwapChain, proxy_costs
-from search.packing.bins import identity_placement, pack_ffd
+from search.packing.bins import pack_ffd
+from search.placement.lpt import identity_placement
 from search.problem import Problem
 from search.random_bits import seed_state
 

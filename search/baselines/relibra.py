@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numba import njit
 
-from search.packing.bins import slots_of_ranks
-from search.placement.kernels import lpt_layer
+from search.placement.lpt import lpt_layer, slots_of_ranks
 from search.problem import Problem
 from search.random_bits import random_below, random_threshold, seed_state
 

@@ -22,8 +22,8 @@ from profiler import RoutePackError
 from search.baselines.routepack_kernels import ProxyCosts, ProxyState, fill_proxy_state, layout_score, swap_chain
 from search.baselines.routepack_seeds import drop_near_duplicates, seed_layouts, sketch_directions, sketch_layout
 from search.load_kernels import sample_rank_rows
-from search.packing.bins import least_rows, lpt_placement
-from search.problem import Problem
+from search.placement.lpt import lpt_placement
+from search.problem import Problem, least_rows
 from search.random_bits import seed_state
 from search.stop import StopCriterion
 

@@ -10,8 +10,7 @@ import heapq
 import numpy as np
 
 from profiler import RoutePackError
-from search.placement.kernels import lpt_layer
-from search.problem import Problem
+from search.problem import Problem, least_rows
 
 Bins = list[list[int]]
 
@@ -134,35 +133,6 @@ def cells_of_bins(
 def sample_flops(problem: Problem) -> np.ndarray:
     """Return verl's analytic workload ``24576 * length + length ** 2`` (a 7B dense model's constants), [N] int64."""
     return 24576 * problem.lengths + problem.lengths**2
-
-
-def identity_placement(problem: Problem) -> np.ndarray:
-    """Return experts in place: expert e in physical slot e, [L, E]."""
-    return np.tile(np.arange(problem.num_experts), (problem.num_layers, 1))
-
-
-def lpt_placement(problem: Problem) -> np.ndarray:
-    """Place every layer by the step's totals, heaviest first (RoutePack's placement; EPLB without replicas), [L, E]."""
-    totals = problem.counts.sum(axis=0, dtype=np.int64)
-    return np.stack([slots_of_ranks(lpt_layer(layer, problem.num_ranks), problem.num_ranks) for layer in totals])
-
-
-def slots_of_ranks(rank_of: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the physical slot of each expert, experts of a rank in order of id, [E]."""
-    per_rank = rank_of.size // num_ranks
-    slots = np.empty(rank_of.size, np.int64)
-    for p in range(num_ranks):
-        slots[np.flatnonzero(rank_of == p)] = p * per_rank + np.arange(per_rank)
-    return slots
-
-
-def least_rows(problem: Problem) -> int:
-    """Return the least number of rows any capped packing may have: a bound, not always reachable."""
-    by_tokens = -(-int(problem.lengths.sum()) // (problem.max_tokens * problem.num_slots))
-    big = int((problem.lengths > problem.max_tokens // 2).sum())
-    rows = max(1, by_tokens, -(-big // problem.num_slots))
-    multiple = problem.topology.row_multiple
-    return -(-rows // multiple) * multiple
 
 
 def pack_ffd(problem: Problem) -> tuple[np.ndarray, np.ndarray, int]:

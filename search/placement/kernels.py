@@ -49,29 +49,6 @@ class LayerState(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def lpt_layer(totals, num_ranks):
-    """Place one layer by its step totals [E]: heaviest expert first, to the lightest rank with a free place.
-
-    Longest processing time first with equal counts (RoutePack's and EPLB's rule without replicas); ties by id. Returns
-    the rank of each expert, [E].
-    """
-    experts = totals.size
-    rank_of = np.zeros(experts, np.int64)
-    load = np.zeros(num_ranks, np.int64)
-    count = np.zeros(num_ranks, np.int64)
-    order = np.argsort(-totals, kind="mergesort")
-    for e in order:
-        lightest = -1
-        for p in range(num_ranks):
-            if count[p] < experts // num_ranks and (lightest < 0 or load[p] < load[lightest]):
-                lightest = p
-        rank_of[e] = lightest
-        load[lightest] += totals[e]
-        count[lightest] += 1
-    return rank_of
-
-
-@njit(cache=True, nogil=True)
 def fill_layer(costs, rank_of, num_ranks):
     """Return the :class:`LayerState` of a placement, the rank of each expert, [E]."""
     counts, sent = costs.counts, costs.sent

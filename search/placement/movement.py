@@ -14,8 +14,8 @@ import numpy as np
 
 from costmodels import StepTables
 from profiler import ModelSpec, RoutePackError, Topology
-from search.packing.bins import slots_of_ranks
 from search.params import PlannerParams
+from search.placement.lpt import ranks_of_slots, slots_of_ranks
 from search.plan import ExpertMoves, Plan
 from search.problem import Problem
 
@@ -132,11 +132,6 @@ def nearer_home(rank_LE: np.ndarray, home_LE: np.ndarray, num_ranks: int) -> np.
     renamed = relabelled(rank_LE, home_LE, num_ranks)
     fewer = (renamed != home_LE).sum(axis=1) < (rank_LE != home_LE).sum(axis=1)
     return np.where(fewer[:, None], renamed, rank_LE)
-
-
-def ranks_of_slots(placement_LE: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the EP rank of each expert, [L, E], from its physical slot."""
-    return placement_LE // (placement_LE.shape[1] // num_ranks)
 
 
 def placement_of_ranks(rank_LE: np.ndarray, num_ranks: int, previous_LE: np.ndarray | None = None) -> np.ndarray:

@@ -13,7 +13,8 @@ import numpy as np
 from profiler import RoutePackError
 from search.load_kernels import unit_expert_rows
 from search.params import PlannerParams
-from search.placement.kernels import LayerCosts, fill_layer, improve_layer, lpt_layer
+from search.placement.kernels import LayerCosts, fill_layer, improve_layer
+from search.placement.lpt import lpt_layer
 from search.placement.movement import Residence
 from search.problem import Problem
 from search.random_bits import seed_state

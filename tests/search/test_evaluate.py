@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from oracles import lookup_slow, step_ns_slow
-from strategies import TOPOLOGIES, make_batch, make_spec, make_tables, problems, random_packing, random_placement
+from strategies import (
+    TOPOLOGIES,
+    make_batch,
+    make_spec,
+    make_tables,
+    problems,
+    random_packing,
+    random_placement,
+    random_rows,
+)
 
 from costmodels import lookup_many_ns, lookup_ns
 from profiler import RoutePackError, Topology
@@ -15,7 +24,7 @@ from search import StepBatch, balanced_ns, build_problem, evaluate
 @settings(max_examples=40, deadline=None)
 def test_evaluate_equals_definition(drawn):
     problem, rng = drawn
-    rows = int(rng.integers(1, problem.num_samples // problem.num_slots + 1))
+    rows = random_rows(rng, problem)
     cell = random_packing(rng, problem, rows)
     row_N, slot_N = cell // problem.num_slots, cell % problem.num_slots
     placement = random_placement(rng, problem)
@@ -53,14 +62,19 @@ def test_unknown_tokens_are_the_samples_average_token():
     assert (problem.unknown_tokens, problem.unknown_samples) == (8, 1)
 
 
-def test_balanced_ideal_is_below_every_plan():
-    rng = np.random.default_rng(1)
+def test_balanced_ideal_is_what_a_balanced_plan_costs():
+    # Equal samples, every expert of each as often as any other: any even packing is balanced, in any placement.
     spec, topology = make_spec(), TOPOLOGIES[1]
-    batch = make_batch(rng, spec, rng.integers(1, 30, 24))
+    rng = np.random.default_rng(1)
+    lengths = np.full(24, 8)
+    batch = StepBatch(lengths, np.full((24, 2, 8), 2), np.arange(24).astype(str), lengths)
     problem = build_problem(batch, make_tables(rng, spec, topology, 64), spec, topology, 64)
-    cell = random_packing(rng, problem, 3)
-    priced = evaluate(problem, cell // 4, cell % 4, random_placement(rng, problem), 3)
-    assert balanced_ns(problem, 3) < priced.step_ns
+    cell = np.arange(24) % 12
+    placement = random_placement(rng, problem)
+    assert evaluate(problem, cell // 4, cell % 4, placement, 3).step_ns == balanced_ns(problem, 3)
+    uneven = np.where(cell == 0, 1, cell)
+    uneven[0] = 0
+    assert evaluate(problem, uneven // 4, uneven % 4, placement, 3).step_ns > balanced_ns(problem, 3)
 
 
 @pytest.mark.parametrize(

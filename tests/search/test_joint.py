@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, reject, settings
 from hypothesis import strategies as st
 from oracles import best_step_ns, step_ns_slow
-from strategies import TOPOLOGIES, make_batch, make_spec, make_tables, problems, random_packing
+from strategies import TOPOLOGIES, capped_packing, jobs, make_batch, make_spec, make_tables, possible_rows, problems
 
 from profiler import RoutePackError, Topology
 from search import (
@@ -31,8 +31,9 @@ from search import (
 from search.bounds import convex_minorant
 from search.joint import row_candidates
 from search.load_kernels import over_cap_ns
-from search.packing.bins import lpt_placement
+from search.placement.lpt import lpt_placement
 from search.placement.placer import first_ranks
+from search.problem import least_rows
 
 SMALL = PlannerParams(max_iterations=20_000, placement_swaps=500, starts=2)
 
@@ -92,10 +93,43 @@ def test_bound_is_below_plans_of_every_number_of_rows(drawn):
     """A convex cost falls when more rows share it: the bound must hold for all row counts, not for the least alone."""
     problem, rng = drawn
     bound = lower_bound_ns(problem)
-    for rows in range(1, problem.num_samples // problem.num_slots + 1):
-        cell = random_packing(rng, problem, rows)
+    for rows in possible_rows(problem):
+        if (cell := capped_packing(rng, problem, rows)) is None:
+            continue
         row_N, slot_N = cell // problem.num_slots, cell % problem.num_slots
         assert bound <= evaluate(problem, row_N, slot_N, lpt_placement(problem), rows).step_ns
+
+
+@given(jobs(max_samples=24))
+@settings(max_examples=25, deadline=None)
+def test_no_plan_under_binding_caps_goes_below_its_bound(drawn):
+    *case, params = drawn[0]
+    problem = build_problem(*case, params)
+    try:
+        plan = plan_step(*case, replace(params, max_iterations=4096, placement_swaps=200, starts=1))
+    except RoutePackError as error:  # refused aloud: such a cap cannot be kept, or a row lacks samples
+        if any(reason in str(error) for reason in ("max_received_rows", "cannot give each", "No packing under")):
+            reject()
+        raise
+    slow_ns, _ = step_ns_slow(problem, plan.row_N, plan.slot_N, plan.placement_LE, plan.num_rows)
+    assert plan.predicted.step_time_s == pytest.approx(slow_ns * 1e-9 / problem.tables.pipeline_stages, rel=1e-12)
+    assert plan.lower_bound_s <= plan.predicted.step_time_s
+    check_plan(plan, problem.lengths, problem.num_experts)
+
+
+@given(jobs(max_samples=24))
+@settings(max_examples=15, deadline=None)
+def test_a_receive_cap_that_does_not_bind_changes_nothing(drawn):
+    *case, params = drawn[0]
+    params = replace(params, max_iterations=4096, placement_swaps=200, starts=1, max_received_rows=0)
+    assume(least_rows(problem := build_problem(*case, params)) * problem.num_slots <= problem.num_samples)
+    try:
+        free = plan_step(*case, params)
+    except RoutePackError:  # no packing found under the token cap
+        reject()
+    loose = plan_step(*case, replace(params, max_received_rows=int(problem.counts.sum())))
+    assert loose.plan_hash == free.plan_hash
+    assert (loose.predicted, loose.default, loose.lower_bound_s) == (free.predicted, free.default, free.lower_bound_s)
 
 
 def test_convex_minorant_is_below_and_convex():

@@ -29,9 +29,9 @@ from search.baselines.frameworks import (
     rank_variation,
 )
 from search.baselines.relibra import anneal_totals, relibra_placement, smoothed_peak
-from search.packing.bins import identity_placement, karmarkar_karp, least_rows, lpt_placement
-from search.placement.kernels import lpt_layer
-from search.placement.movement import ranks_of_slots
+from search.packing.bins import karmarkar_karp
+from search.placement.lpt import identity_placement, lpt_layer, lpt_placement, ranks_of_slots
+from search.problem import least_rows
 from search.random_bits import seed_state
 
 

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from strategies import TOPOLOGIES, make_batch, make_spec, make_tables, problems, random_packing, random_placement
+from strategies import (
+    TOPOLOGIES,
+    make_batch,
+    make_spec,
+    make_tables,
+    problems,
+    random_packing,
+    random_placement,
+    random_rows,
+)
 
 from profiler import RoutePackError, Topology
 from search import MaxIterations, StepBatch, build_problem, evaluate
@@ -40,8 +49,9 @@ from search.baselines.routepack_seeds import (
     sketch_layout,
     windowed_order,
 )
-from search.packing.bins import identity_placement, least_rows, lpt_placement, pack_ffd
-from search.placement.movement import ranks_of_slots
+from search.packing.bins import pack_ffd
+from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
+from search.problem import least_rows
 from search.random_bits import seed_state
 
 SMALL = RoutePackParams(population=4, seed_tries=2)
@@ -86,7 +96,7 @@ def slow_score(problem, costs, cell_of, num_rows, rank_LE):
 
 def start(drawn, proxies=1):
     problem, rng = drawn
-    rows = int(rng.integers(1, problem.num_samples // problem.num_slots + 1))
+    rows = random_rows(rng, problem)
     rank_LE = ranks_of_slots(random_placement(rng, problem), problem.num_ranks)
     works_NC = np.column_stack([attention_proxy(problem), problem.lengths])[:, :proxies]
     shares = (*(0.3, 0.2)[:proxies], 0.5)

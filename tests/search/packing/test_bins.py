@@ -10,13 +10,13 @@ from search.packing.bins import (
     fill_bins,
     first_fit_decreasing,
     karmarkar_karp,
-    least_rows,
-    lpt_placement,
     pack_ffd,
     pack_karmarkar_karp,
     sample_flops,
 )
 from search.packing.seeds import pack_balanced, pack_staircase
+from search.placement.lpt import lpt_placement
+from search.problem import least_rows
 
 
 def make_problem(lengths, cap, topology=TOPOLOGIES[0]):

@@ -2,11 +2,11 @@
 
 import numpy as np
 from hypothesis import assume, given, settings
-from strategies import problems, random_packing, random_placement
+from oracles import wall_ns_slow
+from strategies import problems, random_packing, random_placement, random_rows
 
 from search.evaluate import evaluate
 from search.load_kernels import sample_rank_rows
-from search.packing.bins import slots_of_ranks
 from search.packing.kernels import (
     fill_rows,
     fill_state,
@@ -16,8 +16,9 @@ from search.packing.kernels import (
 )
 from search.packing.moves import anneal, fill_exchange, new_move, propose, propose_cells, propose_two, propose_within
 from search.packing.packer import _narrow, pack_costs, pack_state
-from search.placement.kernels import LayerCosts, fill_layer, improve_layer, lpt_layer, swap_apply, swap_delta_ns
-from search.placement.movement import placement_of_ranks, ranks_of_slots
+from search.placement.kernels import LayerCosts, fill_layer, improve_layer, swap_apply, swap_delta_ns
+from search.placement.lpt import lpt_layer, ranks_of_slots, slots_of_ranks
+from search.placement.movement import placement_of_ranks
 from search.placement.placer import LayerLoads
 from search.random_bits import random_below, random_threshold, seed_state
 
@@ -30,12 +31,13 @@ def in_problem_order(costs, cell_of):
 
 def objective_of(problem, cell_of, placement, rows):
     priced = evaluate(problem, cell_of // problem.num_slots, cell_of % problem.num_slots, placement, rows)
-    return len(priced.block_ns) * priced.step_ns + int(priced.block_ns.sum())
+    blocks = priced.block_ns + wall_ns_slow(problem, priced.rank_rows_RBPL)
+    return len(blocks) * int(blocks.max()) + int(blocks.sum())
 
 
 def start(drawn):
     problem, rng = drawn
-    rows = int(rng.integers(1, problem.num_samples // problem.num_slots + 1))
+    rows = random_rows(rng, problem)
     placement = random_placement(rng, problem)
     costs = pack_costs(problem, ranks_of_slots(placement, problem.num_ranks))
     state = pack_state(problem, costs, random_packing(rng, problem, rows), rows)
@@ -208,7 +210,8 @@ def test_layers_sum_to_the_experts_share_of_the_plan(drawn):
     loads, ranks = layer_loads(problem, cell_of, rows), ranks_of_slots(placement, problem.num_ranks)
     total = sum(loads.layer_ns(layer, ranks[layer]) for layer in range(problem.num_layers))
     priced = evaluate(problem, cell_of // problem.num_slots, cell_of % problem.num_slots, placement, rows)
-    assert total == int((priced.experts_RB + priced.exchange_RB).sum())
+    wall_ns = wall_ns_slow(problem, priced.rank_rows_RBPL).sum()
+    assert total == int((priced.experts_RB + priced.exchange_RB).sum()) + wall_ns
 
 
 @given(problems())

@@ -11,11 +11,11 @@ from strategies import TOPOLOGIES, make_batch, make_spec, make_tables
 from profiler import RoutePackError, Topology
 from profiler.model_spec import STATE_BYTES
 from search import PlannerParams, plan_step
+from search.placement.lpt import ranks_of_slots
 from search.placement.movement import (
     expert_bytes,
     list_moves,
     placement_of_ranks,
-    ranks_of_slots,
     relabelled,
     residence_of,
     stage_of_layers,
