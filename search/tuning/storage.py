@@ -1,8 +1,8 @@
 """Where a study is kept, and how processes open it at once.
 
-A storage is a string: an Optuna URL (``sqlite:///file``, ``postgresql://user@host/db``, ``mysql://...``) or
-``journal:FILE``, a log file that many processes of one machine append to. One machine writes a journal
-(:func:`choose_storage`); several need a server, which the user names.
+A storage is a string: an Optuna URL (``sqlite:///file``, ``postgresql://user@host/db``) or ``journal:FILE``, a log file
+that many processes of one machine append to. One machine writes a journal (:func:`choose_storage`); several need a
+server, which the user names.
 
 Invariants: the process that creates a study also enqueues its first settings and writes its signature last, so a
 study with a signature is whole. Who finds one with another signature is refused, with the difference. No message
@@ -18,6 +18,7 @@ import random
 import re
 import time
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -25,12 +26,15 @@ from typing import Any
 
 from profiler import RoutePackError
 from profiler.files import canonical_json
-from search.tuning.claims import GRACE_S, HEARTBEAT_S, fail_abandoned, retry
+from search.tuning.claims import Lock, retry
 from search.tuning.task import TuneTask
 
 JOURNAL = "journal:"
 SIGNATURE = "signature"
-SQLITE_FILE, JOURNAL_FILE = "study.db", "study.journal"
+JOURNAL_FILE = "study.journal"
+HEARTBEAT_S = 15
+GRACE_S = 60
+"""Time without a heartbeat after which a trial's worker on another machine is taken for dead."""
 PATIENCE_S = 60.0
 """Longest wait while other processes create the same study, or while a server that was reachable starts."""
 _SHOWN = 4
@@ -40,14 +44,9 @@ _SHOWN = 4
 def choose_storage(folder: Path | str) -> str:
     """Return the storage of the study in a folder: a journal, for one worker or several.
 
-    Optuna's SQLite storage takes five times as long for a trial, and several workers may not write it at once; the
-    SQLite file of a study of an earlier version is copied.
+    Optuna's SQLite storage takes five times as long for a trial, and several workers may not write it at once.
     """
-    folder = Path(folder).resolve()
-    database, journal = folder / SQLITE_FILE, folder / JOURNAL_FILE
-    if database.exists() and not journal.exists():
-        _copy_studies(f"sqlite:///{database.as_posix()}", journal)
-    return f"{JOURNAL}{journal.as_posix()}"
+    return f"{JOURNAL}{(Path(folder).resolve() / JOURNAL_FILE).as_posix()}"
 
 
 def is_server(storage: str) -> bool:
@@ -93,7 +92,7 @@ def open_study(
     """
     import optuna
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # what fails, we say
     with _explained(storage):
         store = _patiently(lambda: _connect(storage), storage)
         if not read_only:
@@ -102,9 +101,38 @@ def open_study(
         if read_only and SIGNATURE not in study.user_attrs:
             raise RoutePackError(f"Study {study_name!r} in {shown(storage)} is not whole yet. Run `routepack tune`.")
         check_same(task, study)
-        if not read_only:
-            fail_abandoned(study)
     return study
+
+
+def claim_lock(storage: str, study_name: str) -> Lock:
+    """Return the lock under which workers of a study begin their trials (see :mod:`search.tuning.claims`)."""
+    import filelock
+    from sqlalchemy.engine import make_url
+
+    if is_server(storage):
+        return _ServerLock(_server_url(storage), study_name)
+    path = storage.removeprefix(JOURNAL) if storage.startswith(JOURNAL) else make_url(storage).database
+    return filelock.FileLock(f"{path}.claim.lock", poll_interval=0.01)
+
+
+class _ServerLock:
+    """A lock of the database, which lets go when the connection ends, as it does when its process is killed."""
+
+    def __init__(self, url: str, name: str) -> None:
+        from sqlalchemy import create_engine
+        from sqlalchemy.pool import NullPool
+
+        self._engine, self._key = create_engine(url, poolclass=NullPool), zlib.crc32(name.encode())
+        self._connection: Any = None
+
+    def acquire(self) -> None:
+        from sqlalchemy import text
+
+        self._connection = self._engine.connect()
+        self._connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": self._key})
+
+    def release(self) -> None:
+        self._connection.close()
 
 
 def signature_of(task: TuneTask) -> dict[str, Any]:
@@ -190,20 +218,16 @@ def _connect(storage: str) -> Any:
     """Return an Optuna storage."""
     import optuna
     from optuna.storages import journal
-    from sqlalchemy.engine import make_url
 
     if storage.startswith(JOURNAL):
         path = storage.removeprefix(JOURNAL)
         backend = journal.JournalFileBackend(path, lock_obj=_JournalLock(path))  # type: ignore[arg-type]
         return optuna.storages.JournalStorage(backend)
-    url = make_url(storage)
-    if url.drivername in ("postgresql", "postgres"):
-        url = url.set(drivername="postgresql+psycopg")  # the driver of our extra, whatever SQLAlchemy's default is
     if not is_server(storage):
         return optuna.storages.RDBStorage(storage, engine_kwargs={"connect_args": {"timeout": PATIENCE_S}})
     warnings.filterwarnings("ignore", message=".*heartbeat_interval")  # experimental, says Optuna
     return optuna.storages.RDBStorage(
-        url.render_as_string(hide_password=False),
+        _server_url(storage),
         engine_kwargs={"pool_pre_ping": True},  # a server restarted between two trials goes unnoticed
         heartbeat_interval=HEARTBEAT_S,
         grace_period=GRACE_S,
@@ -211,21 +235,32 @@ def _connect(storage: str) -> Any:
     )
 
 
+def _server_url(storage: str) -> str:
+    """Return a server's URL with the driver of our extra, whatever SQLAlchemy's default is."""
+    from sqlalchemy.engine import make_url
+
+    url = make_url(storage)
+    if url.get_backend_name() not in ("postgresql", "postgres"):
+        raise RoutePackError(
+            f"Storage {shown(storage)} is of a kind that is not known. Give postgresql://USER@HOST/DATABASE, or leave "
+            "--storage out on a single machine."
+        )
+    return url.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+
+
 class _JournalLock:
-    """Lock a journal by the kernel, which lets go when a process is killed, and cut off a line such a kill left half.
+    """The lock of a journal, which the system releases when a process is killed; cuts off a line a kill left half.
 
     Optuna's own lock is a file that stays behind: after a kill all wait 30 s, then several may break it at once.
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
-        self._handle: int | None = None
+        import filelock
+
+        self._path, self._lock = path, filelock.FileLock(f"{path}.lock", poll_interval=0.005)
 
     def acquire(self) -> bool:
-        import fcntl
-
-        self._handle = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR)
-        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        self._lock.acquire()
         with open(self._path, "rb+") as journal:
             size = journal.seek(0, os.SEEK_END)
             if size and (journal.seek(-1, os.SEEK_END), journal.read())[1] != b"\n":
@@ -234,9 +269,7 @@ class _JournalLock:
         return True
 
     def release(self) -> None:
-        assert self._handle is not None
-        os.close(self._handle)
-        self._handle = None
+        self._lock.release()
 
 
 def _patiently(attempt: Any, storage: str) -> Any:
@@ -294,19 +327,3 @@ def _first_line(error: BaseException, storage: str) -> str:
     line = next(iter(str(error).strip().splitlines()), "").rstrip(".")
     password = re.search(r"://[^/@:]*:([^@]*)@", storage)
     return line.replace(storage, shown(storage)).replace(password[1], "***") if password and password[1] else line
-
-
-def _copy_studies(source: str, journal: Path) -> None:
-    """Copy every study into a journal that is whole or absent."""
-    import optuna
-
-    with _explained(source):
-        temporary = journal.with_name(f".{journal.name}.tmp")
-        for leftover in (temporary, Path(f"{temporary}.lock")):
-            leftover.unlink(missing_ok=True)
-        target = _connect(f"{JOURNAL}{temporary}")
-        store = _connect(source)
-        for name in optuna.get_all_study_names(store):
-            optuna.copy_study(from_study_name=name, from_storage=store, to_storage=target)
-        os.replace(temporary, journal)
-        Path(f"{temporary}.lock").unlink(missing_ok=True)

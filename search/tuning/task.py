@@ -7,7 +7,7 @@ the user allows several caps.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ CAP = "max_tokens"
 
 @dataclass(frozen=True, slots=True)
 class TuneParams:
-    """Hold the settings of a study."""
+    """Settings of a study."""
 
     holdout_share: float = 0.25
     """Share of the step batches, the latest ones, on which only the winner is tried; at least one where there are
@@ -61,24 +61,30 @@ class TuneParams:
             raise ValueError("Expected a name for experiment, got an empty one.")
 
 
-class TrialObserver:
-    """Receive what happens in a study; every method does nothing, override what you need."""
+@dataclass(frozen=True, slots=True)
+class TrialRecord:
+    """What a finished trial came to."""
 
-    def study_started(self, info: dict[str, Any]) -> None:
-        """Begin (or resume) a study described by ``info``."""
+    number: int
+    state: str
+    """``complete``, ``pruned`` (stopped early) or ``infeasible``."""
+    reason: str
+    """Why it is not complete."""
+    setting: dict[str, Any]
+    """All the planner's parameters, and the cap where it is tuned."""
+    metrics: dict[str, float]
+    """Means over the batches planned, and ``step_time_s.NAME`` and ``value.NAME`` of each."""
+    time_ms: int
+    """When it ended, since 1970."""
 
-    def trial_finished(
-        self, number: int, params: dict[str, Any], metrics: dict[str, float], state: str, reason: str
-    ) -> None:
-        """Record one trial: ``state`` is ``complete``, ``pruned`` or ``infeasible``, the last two with a ``reason``."""
 
-    def study_finished(self, summary: dict[str, Any]) -> None:
-        """End the study."""
+TrialListener = Callable[[Sequence[TrialRecord]], None]
+"""Is given the finished trials of this machine at a study's start and whenever there are more, and all at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuneTask:
-    """Hold what a study tunes on: named batches of one job, oldest first."""
+    """What a study tunes on: named batches of one job, oldest first."""
 
     names: tuple[str, ...]
     batches: tuple[StepBatch, ...]
