@@ -32,13 +32,6 @@ COST_MODEL_FILE = "costmodel.json"
 RECHECK_FILE = "recheck.npz"
 TUNING_REPORT_FILE = "tuning-report.html"
 EARLIER = "earlier"
-_WORDS = {
-    "batches": "step batches",
-    "tables": "times (cost model, model, topology or cap)",
-    "base": "planner settings",
-    "space": "tunable ranges or caps",
-    "objective": "tune settings",
-}
 
 
 def study_name(task: TuneTask) -> str:
@@ -95,17 +88,10 @@ def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
     """
     if not (folder / STUDY_FILE).is_file():
         return None
-    from search.tuning.storage import describe_difference, signature_of
+    from search.tuning.storage import check_same
 
-    known, wanted = read_study(folder), signature_of(task)
-    changed = [name for name in wanted if known["signature"].get(name) != wanted[name]]
-    if changed:
-        details = "; ".join(describe_difference(name, known["signature"].get(name), wanted[name]) for name in changed)
-        raise RoutePackError(
-            f"{folder} holds a study with other {', '.join(_WORDS.get(name, name) for name in changed)} ({details}): "
-            "its trials cannot be compared with new ones. Go back to the earlier inputs, give another --out, or begin "
-            "afresh with --new-study."
-        )
+    known = read_study(folder)
+    check_same(task, known["signature"], f"The study in {folder}")
     return known
 
 
@@ -133,7 +119,6 @@ def begin_study(
 ) -> dict[str, Any]:
     """Write what a new study's folder must hold."""
     from routepack_tune.steps.traces import save_step_batch
-    from search.tuning.storage import signature_of
 
     tables: dict[str, StepTables] = {tables_file(cap, task.max_tokens): task.tables_of(cap) for cap in task.caps}
     for file, frozen in tables.items():
@@ -144,7 +129,7 @@ def begin_study(
         "schema_version": STUDY_SCHEMA_VERSION,
         "study_name": name,
         "state": "running",
-        "signature": signature_of(task),
+        "signature": task.signature,
         **document,
         "tables_hash": task.tables.tables_hash,
         "files": {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)},

@@ -12,20 +12,16 @@ shows the password of a URL.
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
-import random
 import re
-import time
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from profiler import RoutePackError
-from profiler.files import canonical_json
 from search.tuning.claims import Lock, retry
 from search.tuning.task import TuneTask
 
@@ -36,9 +32,16 @@ HEARTBEAT_S = 15
 GRACE_S = 60
 """Time without a heartbeat after which a trial's worker on another machine is taken for dead."""
 PATIENCE_S = 60.0
-"""Longest wait while other processes create the same study, or while a server that was reachable starts."""
+"""Longest wait of SQLite for another process."""
 _SHOWN = 4
 """Names shown of a list of differences."""
+_WORDS = {
+    "batches": "step batches",
+    "tables": "times (cost model, model, topology or cap)",
+    "base": "planner settings",
+    "space": "tunable ranges or caps",
+    "objective": "tune settings",
+}
 
 
 def choose_storage(folder: Path | str) -> str:
@@ -94,13 +97,20 @@ def open_study(
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # what fails, we say
     with _explained(storage):
-        store = _patiently(lambda: _connect(storage), storage)
-        if not read_only:
-            study_name = _create(task, store, study_name, new_study)
-        study = _patiently(lambda: optuna.load_study(study_name=study_name, storage=store), storage)
-        if read_only and SIGNATURE not in study.user_attrs:
-            raise RoutePackError(f"Study {study_name!r} in {shown(storage)} is not whole yet. Run `routepack tune`.")
-        check_same(task, study)
+        if read_only:
+            study = optuna.load_study(study_name=study_name, storage=_connect(storage))
+            if SIGNATURE not in study.user_attrs:
+                raise RoutePackError(
+                    f"Study {study_name!r} in {shown(storage)} is not whole yet. Run `routepack tune`."
+                )
+        else:
+            lock = claim_lock(storage, "")  # tables and studies are made by one process at a time
+            lock.acquire()
+            try:
+                study = _create(task, _connect(storage), study_name, new_study)
+            finally:
+                lock.release()
+        check_same(task, study.user_attrs[SIGNATURE], f"Study {study.study_name!r}")
     return study
 
 
@@ -112,6 +122,8 @@ def claim_lock(storage: str, study_name: str) -> Lock:
     if is_server(storage):
         return _ServerLock(_server_url(storage), study_name)
     path = storage.removeprefix(JOURNAL) if storage.startswith(JOURNAL) else make_url(storage).database
+    if not Path(f"{path}").parent.is_dir():  # filelock would make it
+        raise FileNotFoundError(f"There is no folder {Path(f'{path}').parent}")
     return filelock.FileLock(f"{path}.claim.lock", poll_interval=0.01)
 
 
@@ -135,31 +147,22 @@ class _ServerLock:
         self._connection.close()
 
 
-def signature_of(task: TuneTask) -> dict[str, Any]:
-    """Return what must not change when a study is resumed, the space and the defaults in words, as JSON reads it."""
-    space: dict[str, Any] = {name: asdict(knob) for name, knob in task.space.items()}
-    if len(task.caps) > 1:
-        space["max_tokens"] = {str(cap): task.tables_of(cap).tables_hash for cap in task.caps}
-    return json.loads(canonical_json({**task.signature, "space": space, "base": asdict(task.base)}))
-
-
-def check_same(task: TuneTask, study: Any) -> None:
-    """Refuse a study that was made from other inputs.
+def check_same(task: TuneTask, stored: Mapping[str, Any], where: str) -> None:
+    """Refuse a study that was made from other inputs, by its signature.
 
     Raises
     ------
     RoutePackError
         With what was added, removed and changed.
     """
-    stored, wanted = study.user_attrs[SIGNATURE], signature_of(task)
-    changed = [key for key in wanted if stored.get(key) != wanted[key]]
-    if not changed and [d.name.lower() for d in study.directions] == task.directions:
+    wanted = task.signature
+    if not (changed := [key for key in wanted if stored.get(key) != wanted[key]]):
         return
+    words = ", ".join(_WORDS.get(key, key) for key in changed)
     details = "; ".join(describe_difference(key, stored.get(key), wanted[key]) for key in changed)
     raise RoutePackError(
-        f"Study {study.study_name!r} was made with other {', '.join(changed) or 'directions'} ({details}): its trials "
-        "cannot be compared with new ones. Go back to the earlier inputs, give another --out, or begin afresh with "
-        "--new-study."
+        f"{where} was made with other {words} ({details}): its trials cannot be compared with new ones. Go back to the "
+        "earlier inputs, give another --out, or begin afresh with --new-study."
     )
 
 
@@ -189,29 +192,19 @@ def _listed(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + more
 
 
-def _create(task: TuneTask, store: Any, name: str, fresh: bool) -> str:
-    """Make sure that a whole study exists; return its name."""
+def _create(task: TuneTask, store: Any, name: str, fresh: bool) -> Any:
+    """Return a study, made whole if it is not."""
     import optuna
 
-    made, number = False, 1
-    while not made:
-        candidate = name if number == 1 else f"{name}-{number}"
-        try:
-            optuna.create_study(storage=store, study_name=candidate, directions=task.directions)
-            made = True
-        except optuna.exceptions.DuplicatedStudyError:
-            if not fresh:
-                break
-            number += 1
-    study = optuna.load_study(study_name=candidate, storage=store)
-    waited_until = time.monotonic() + (0 if made else PATIENCE_S / 6)
-    while SIGNATURE not in study.user_attrs and time.monotonic() < waited_until:
-        time.sleep(0.05)  # its creator is between creating and signing; after a while it must have been killed there
-    if SIGNATURE not in study.user_attrs:
+    if fresh:
+        taken = set(optuna.get_all_study_names(store))
+        name = next(n for k in itertools.count(1) if (n := name if k == 1 else f"{name}-{k}") not in taken)
+    study = optuna.create_study(storage=store, study_name=name, directions=task.directions, load_if_exists=True)
+    if SIGNATURE not in study.user_attrs:  # new, or its creator was killed before it had signed it
         for setting in task.given_settings:
             study.enqueue_trial(setting, skip_if_exists=True)
-        study.set_user_attr(SIGNATURE, signature_of(task))
-    return candidate
+        study.set_user_attr(SIGNATURE, task.signature)
+    return study
 
 
 def _connect(storage: str) -> Any:
@@ -270,31 +263,6 @@ class _JournalLock:
 
     def release(self) -> None:
         self._lock.release()
-
-
-def _patiently(attempt: Any, storage: str) -> Any:
-    """Call until it works: with growing pauses while other processes set the same storage up, or a server starts."""
-    pause, end, jitter = 0.05, time.monotonic() + PATIENCE_S, random.Random(os.getpid())
-    while True:
-        try:
-            return attempt()
-        except Exception as error:
-            if not _passes(error, storage) or time.monotonic() > end:
-                raise
-        time.sleep(pause * jitter.uniform(0.5, 1.5))
-        pause = min(2 * pause, 2.0)
-
-
-def _passes(error: Exception, storage: str) -> bool:
-    """Tell whether an error is one of those that go away by waiting."""
-    from sqlalchemy.exc import IntegrityError
-
-    text = f"{error} {error.__cause__ or ''}".lower()
-    race = ("already exists", "database is locked", "duplicate", "deadlock", "no such table", "does not exist yet")
-    starting = ("starting up", "too many clients", "remaining connection slots")
-    return isinstance(error, IntegrityError) or any(
-        word in text for word in (*race, *(starting if is_server(storage) else ()))
-    )
 
 
 @contextlib.contextmanager

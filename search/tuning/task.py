@@ -6,6 +6,7 @@ the user allows several caps.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 from costmodels import StepTables
 from profiler import ModelSpec, RoutePackError, Topology
-from profiler.files import content_hash
+from profiler.files import canonical_json
 from search.params import PlannerParams, Range, tunable_ranges
 from search.problem import StepBatch
 
@@ -185,14 +186,15 @@ class TuneTask:
 
     @property
     def signature(self) -> dict[str, Any]:
-        """What must not change when a study is resumed."""
+        """What must not change when a study is resumed, as JSON reads it: hashes of data, the rest in words."""
         space: dict[str, Any] = {name: asdict(knob) for name, knob in self.space.items()}
-        caps = {str(cap): self.tables_of(cap).tables_hash for cap in self.caps}
-        return {
+        if len(self.caps) > 1:
+            space[CAP] = {str(cap): self.tables_of(cap).tables_hash for cap in self.caps}
+        signature = {
             "batches": dict(zip(self.names, (b.data_hash for b in self.batches), strict=True)),
             "tables": self.tables.tables_hash,
-            "space": content_hash({"knobs": space, "caps": caps}),
-            "base": content_hash(asdict(self.base)),
+            "space": space,
+            "base": asdict(self.base),
             "objective": {
                 "directions": self.directions,
                 "holdout": self.num_holdout,
@@ -200,6 +202,7 @@ class TuneTask:
             },
             "seed": self.seed,
         }
+        return json.loads(canonical_json(signature))
 
     def tables_of(self, cap: int) -> StepTables:
         """Return the frozen times of a cap."""
