@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, new_folder, read_json, write_text
+from routepack_tune.progress import is_first_rank
 
 if TYPE_CHECKING:
     import numpy as np
@@ -173,7 +173,7 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
     from costmodels import StepTables, tables_key
     from profiler import DeviceFingerprint
 
-    folder = _local_folder(path)
+    folder = local_folder(path)
     document = _read_document(folder)
     tables_path = folder / TABLES_FILE
     if not tables_path.is_file():
@@ -198,7 +198,8 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
     return Planner(spec, topology, cap, params, tables, wanted, document["provenance"], (*tables.notes, *notes))
 
 
-def _local_folder(path: Path | str) -> Path:
+def local_folder(path: Path | str) -> Path:
+    """Return a bundle's folder; one of a registry is downloaded."""
     if str(path).startswith("models:/"):
         from routepack_tune.tracking.registry import download_bundle
 
@@ -284,15 +285,11 @@ def _check_device(wanted: DeviceFingerprint, path: str, allow_mismatch: bool) ->
         _say(logging.DEBUG, f"Bundle {path}: the device matches exactly.")
         return ()
     note = f"device is {level} from the profiled one: {reasons or 'published times'}"
-    if _first_rank():
+    if is_first_rank():
         warnings.warn(f"Bundle {path}: {note}.", stacklevel=3)
     return (note,)
 
 
 def _say(level: int, message: str) -> None:
-    if _first_rank():
+    if is_first_rank():
         _LOG.log(level, message)
-
-
-def _first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"

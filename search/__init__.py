@@ -18,7 +18,7 @@ from search.stop import FirstOf, GapBelow, MaxIterations, MaxRuntime, NoImprovem
 from search.stream import StreamingPlanner
 from search.tuning.objective import BatchScore
 from search.tuning.study import run_study
-from search.tuning.task import TrialObserver, TuneParams, TuneTask
+from search.tuning.task import TrialRecord, TuneParams, TuneTask
 
 __all__ = [
     "BASELINES",
@@ -41,7 +41,7 @@ __all__ = [
     "StopCriterion",
     "StreamingPlanner",
     "TUNABLE",
-    "TrialObserver",
+    "TrialRecord",
     "TuneParams",
     "TuneTask",
     "balanced_ns",

@@ -1,14 +1,18 @@
-"""Small tuning tasks and studies in memory for the tests of the tuner."""
+"""Small tuning tasks and studies for the tests of the tuner."""
+
+import threading
 
 import numpy as np
 import optuna
 from strategies import TOPOLOGIES, make_batch, make_spec, make_tables
 
-from search import PlannerParams, Range, TrialObserver, TuneParams, TuneTask
+from search import PlannerParams, Range, TuneParams, TuneTask
+from search.tuning.claims import Claims
+from search.tuning.trials import record_of, run_trials
 
 FAST = {
     "max_iterations": Range(100, 3000, log=True, integer=True),
-    "hot_temperature": Range(1.0, 300.0, log=True),
+    "first_share": Range(0.2, 0.9),
     "stickiness": Range(0.25, 10.0, log=True),
 }
 HIDDEN_S = 1e6
@@ -26,17 +30,21 @@ def make_task(batches=4, cap=64, seed=0, enqueue=(), tables_by_cap=None, **param
     return TuneTask(names, made, tables, spec, topology, cap, base, given, seed, by_cap, tuple(enqueue))
 
 
+def lasting_settings(count):
+    """Settings whose trials take a few tenths of a second each; in the space that processes of their own see."""
+    return [{"max_iterations": 100_000 + i, "placement_swaps": 1000} for i in range(count)]
+
+
 def new_study(task):
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    """A study in memory."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(directions=task.directions)
     for setting in task.given_settings:
         study.enqueue_trial(setting)
     return study
 
 
-class Recorder(TrialObserver):
-    def __init__(self):
-        self.trials = []
-
-    def trial_finished(self, number, params, metrics, state, reason):
-        self.trials.append((number, state, metrics, reason))
+def run_here(task, study, target):
+    """Run a study in memory with one worker; return the records of its finished trials."""
+    run_trials(task, study, Claims(study, threading.Lock(), target, 0))
+    return [record_of(task, trial) for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED")]

@@ -21,6 +21,7 @@ from records import RecordFile  # of 02_planner
 from regimes import CACHE, SHARED, Regime, all_regimes
 
 from routepack_tune.progress import ProgressBars
+from search import TUNABLE
 
 HERE = Path(__file__).parent
 BUDGETS = {"half": 0.5, "same": 1.0}
@@ -79,7 +80,8 @@ def run_gain(
     enqueue: tuple[dict[str, Any], ...] = ()
     if regime.name in studies.FEWER:
         trials = max(4, trials // 2)
-        enqueue = tuple(json.loads(r.setting) for r in others if (r.part, r.mode, r.export) == ("gain", mode, "best"))
+        tuned = [json.loads(r.setting) for r in others if (r.part, r.mode, r.export) == ("gain", mode, "best")]
+        enqueue = tuple({name: s[name] for name in s if name in TUNABLE} for s in tuned)  # older rows have more knobs
     batches, held_out = studies.step_batches(regime)
     plan_s = studies.default_plan_s(studies.make_task(regime, batches, held_out, 0.0))
     task = studies.make_task(regime, batches, held_out, BUDGETS[mode] * 0.95 * plan_s, enqueue=enqueue)

@@ -21,8 +21,10 @@ from pathlib import Path
 import studies
 from regimes import SHARED, all_regimes
 
+from profiler import Observer
 from search.tuning.storage import choose_storage, open_study
 from search.tuning.task import TuneTask
+from search.tuning.trials import Watch
 from search.tuning.workers import run_workers
 
 APART = 10
@@ -34,9 +36,10 @@ def rates(task: TuneTask, trials: int, workers: int) -> tuple[float, float, floa
     with tempfile.TemporaryDirectory() as folder:
         storage = choose_storage(Path(folder))
         begun = time.perf_counter()
-        run_workers(task, storage, "scaling", trials, workers)
+        study = open_study(task, storage, "scaling")
+        run_workers(task, storage, study, trials, workers, Watch(task, study, trials, Observer(), lambda records: None))
         wall_s = time.perf_counter() - begun
-        finished = [t for t in open_study(task, storage, "scaling", read_only=True).trials if t.state.is_finished()]
+        finished = [trial for trial in study.trials if trial.state.is_finished()]
     span = max(t.datetime_complete for t in finished) - min(t.datetime_start for t in finished)
     planned = sum(len(trial.user_attrs["scores"]) for trial in finished)
     return len(finished) / span.total_seconds(), len(finished) / wall_s, planned / wall_s

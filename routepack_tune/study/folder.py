@@ -1,9 +1,9 @@
 """The study's folder: all that ``deploy`` needs, whichever machine it runs on.
 
-``study.json`` (what was tuned, on what, the best trial), ``study.journal`` (Optuna), ``trials.jsonl``
-(every trial, before it is tracked), ``mlflow.db`` and ``artifacts/`` (tracking), ``tables.npz`` and ``costmodel.json``
-(the frozen times and where they come from; ``tables-CAP.npz`` for further caps), ``recheck.npz`` (the step batch on
-which the winner is planned once more before it is deployed), ``tuning-report.html``.
+``study.json`` (what was tuned, on what, the best trial), ``study.journal`` (Optuna: every trial), ``mlflow.db`` and
+``artifacts/`` (tracking), ``tables.npz`` and ``costmodel.json`` (the frozen times and where they come from;
+``tables-CAP.npz`` for further caps), ``recheck.npz`` (the step batch on which the winner is planned once more before it
+is deployed), ``tuning-report.html``.
 
 Invariants: ``study.json`` is whole at every moment; one process writes a study at a time; a folder holds one study:
 other inputs are refused with the difference, or begin a new study, and the earlier one moves to ``earlier/``.
@@ -12,7 +12,6 @@ other inputs are refused with the difference, or begin a new study, and the earl
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,19 +21,17 @@ from typing import TYPE_CHECKING, Any
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, read_json, write_bytes, write_json
 from routepack_tune.costmodel_files import COST_MODEL_FILE
-from routepack_tune.tracking.outbox import OUTBOX_FILE
 
 if TYPE_CHECKING:
     from costmodels import StepTables
     from search import TuneTask
 
-STUDY_SCHEMA_VERSION = 2
+STUDY_SCHEMA_VERSION = 1
 STUDY_FILE = "study.json"
 TABLES_FILE = "tables.npz"
 RECHECK_FILE = "recheck.npz"
 TUNING_REPORT_FILE = "tuning-report.html"
 EARLIER = "earlier"
-_LOG = logging.getLogger("routepack_tune")
 
 
 def study_name(task: TuneTask) -> str:
@@ -49,8 +46,8 @@ def tables_file(cap: int, configured: int) -> str:
 
 def _is_ours(name: str) -> bool:
     """Tell whether a name is one that tuning writes into its folder; a kill may leave some without the others."""
-    own = (STUDY_FILE, COST_MODEL_FILE, RECHECK_FILE, OUTBOX_FILE, TUNING_REPORT_FILE, EARLIER)
-    return name in own or re.fullmatch(r"tables(-\d+)?\.npz|study\.(db|journal).*", name) is not None
+    own = (STUDY_FILE, COST_MODEL_FILE, RECHECK_FILE, TUNING_REPORT_FILE, EARLIER)
+    return name in own or re.fullmatch(r"tables(-\d+)?\.npz|study\.journal.*", name) is not None
 
 
 @contextlib.contextmanager
@@ -62,7 +59,7 @@ def locked_study(folder: Path) -> Iterator[None]:
     RoutePackError
         If another process holds it, or it is a folder of something else.
     """
-    import fcntl
+    from filelock import FileLock, Timeout
 
     if folder.exists() and not folder.is_dir():
         raise RoutePackError(f"{folder} is a file, a folder is to be written there. Choose another --out.")
@@ -70,14 +67,15 @@ def locked_study(folder: Path) -> Iterator[None]:
     if STUDY_FILE not in found and any(not name.startswith(".") and not _is_ours(name) for name in found):
         raise RoutePackError(f"{folder} is not empty and holds no {STUDY_FILE}. Choose another --out.")
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RoutePackError(
-                f"Another process is tuning in {folder}. Wait for it, or choose another --out."
-            ) from None
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise RoutePackError(f"Another process is tuning in {folder}. Wait for it, or choose another --out.") from None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
@@ -90,17 +88,10 @@ def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
     """
     if not (folder / STUDY_FILE).is_file():
         return None
-    from search.tuning.storage import describe_difference, signature_of
+    from search.tuning.storage import check_same
 
-    known, wanted = read_study(folder), signature_of(task)
-    changed = [name for name in wanted if known["signature"].get(name) != wanted[name]]
-    if changed:
-        details = "; ".join(describe_difference(name, known["signature"].get(name), wanted[name]) for name in changed)
-        raise RoutePackError(
-            f"{folder} holds a study with other {', '.join(_WORDS.get(name, name) for name in changed)} ({details}): "
-            "its trials cannot be compared with new ones. Go back to the earlier inputs, give another --out, or begin "
-            "afresh with --new-study."
-        )
+    known = read_study(folder)
+    check_same(task, known["signature"], f"The study in {folder}")
     return known
 
 
@@ -118,7 +109,7 @@ def set_aside(folder: Path) -> None:
     moved = [path for path in sorted(folder.iterdir()) if _is_ours(path.name) and path.name != EARLIER]
     for path in moved:
         # The document goes last: until then the folder is the earlier study's.
-        if path.name != STUDY_FILE and not path.name.startswith(("study.db", "study.journal")):
+        if path.name != STUDY_FILE and not path.name.startswith("study.journal"):
             shutil.move(path, target / path.name)
     shutil.move(folder / STUDY_FILE, target / STUDY_FILE)
 
@@ -128,7 +119,6 @@ def begin_study(
 ) -> dict[str, Any]:
     """Write what a new study's folder must hold."""
     from routepack_tune.steps.traces import save_step_batch
-    from search.tuning.storage import signature_of
 
     tables: dict[str, StepTables] = {tables_file(cap, task.max_tokens): task.tables_of(cap) for cap in task.caps}
     for file, frozen in tables.items():
@@ -139,7 +129,7 @@ def begin_study(
         "schema_version": STUDY_SCHEMA_VERSION,
         "study_name": name,
         "state": "running",
-        "signature": signature_of(task),
+        "signature": task.signature,
         **document,
         "tables_hash": task.tables.tables_hash,
         "files": {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)},
@@ -150,10 +140,6 @@ def begin_study(
     return begun
 
 
-_WORDS = {"batches": "step batches", "tables": "times (cost model, model, topology or cap)", "base": "planner settings",
-          "space": "tunable ranges or caps", "objective": "tune settings"}  # fmt: skip
-
-
 def finish_study(folder: Path, document: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     """Write ``study.json`` with what has become known."""
     done = {**document, **changes}
@@ -162,12 +148,12 @@ def finish_study(folder: Path, document: Mapping[str, Any], **changes: Any) -> d
 
 
 def read_study(folder: Path | str) -> dict[str, Any]:
-    """Read ``study.json``; one of an older schema is brought to this one, with a note.
+    """Read ``study.json``.
 
     Raises
     ------
     RoutePackError
-        If it is missing, damaged or of a newer schema.
+        If it is missing, damaged or of another schema.
     """
     path = Path(folder) / STUDY_FILE
     if not path.is_file():
@@ -176,43 +162,15 @@ def read_study(folder: Path | str) -> dict[str, Any]:
         )
     document = read_json(path, "Study")
     version = document.get("schema_version") if isinstance(document, dict) else None
-    if version not in range(1, STUDY_SCHEMA_VERSION + 1):
+    if version != STUDY_SCHEMA_VERSION:
         raise RoutePackError(
-            f"Study {folder} has schema_version {version!r}, this version reads up to {STUDY_SCHEMA_VERSION}. Update "
+            f"Study {folder} has schema_version {version!r}, this version reads {STUDY_SCHEMA_VERSION}. Update "
             "routepack-tune, or tune again."
         )
     missing = {"signature", "config", "files", "summary", "study_name", "tracking"} - set(document)
     if missing:
         raise RoutePackError(f"Study {path} lacks {', '.join(sorted(missing))}: it was edited. Tune again.")
-    if version == 1:
-        _LOG.info(
-            "Study %s has schema_version 1: it is read as %d; its held-out gain has no interval, so its best trial is "
-            "exported as before. Tune again with --new-study for one.", folder, STUDY_SCHEMA_VERSION,
-        )  # fmt: skip
-        document = _migrated(document)
     return document
-
-
-def _migrated(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document of schema 1 as one of schema 2; what it did not know is empty."""
-    summary = document["summary"]
-    if summary:
-        holdout = summary.get("holdout") or {}
-        best, default = holdout.get("best_value"), holdout.get("default_value")
-        gain = None if best is None or not default else 100 * (1 - best / default)
-        summary = {
-            **summary,
-            "trials": {"pruned": 0, "duplicate": 0, **summary["trials"]},
-            "history": [{"state": "complete", **trial} for trial in summary["history"]],
-            "pareto": [],
-            "importances": {},
-            "holdout": {"best": [], "default_settings": [], "best_value": None, "default_value": None, "seeds": [],
-                        **holdout, "gain_pct": gain, "low_pct": None, "high_pct": None},
-            "export": "best",
-            "export_reason": "Best trial of a study of schema 1, which did not test its held-out gain.",
-            "overhead": {},
-        }  # fmt: skip
-    return {**document, "schema_version": STUDY_SCHEMA_VERSION, "summary": summary}
 
 
 def check_study_files(folder: Path, document: Mapping[str, Any]) -> None:

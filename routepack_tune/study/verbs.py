@@ -36,7 +36,7 @@ from routepack_tune.version import version
 if TYPE_CHECKING:
     from profiler import Observer
     from routepack_tune.tracking.registry import RolledBack
-    from routepack_tune.tracking.study_tracker import StudyTracker
+    from routepack_tune.tracking.sync import StudySync
     from search import Plan, StepBatch, TuneTask
 
 Paths = Path | str | Sequence[Path | str]
@@ -96,28 +96,31 @@ def tune(
         if new_study:
             name = open_study(task, where, name, new_study=True).study_name
             set_aside(out)
-        document = known_study(out, task) or begin_study(out, task, name, costmodel, {
-            "config": settings.effective,
-            "steps": files,
-            "storage": without_password(storage) if storage else "",
-            "fingerprint": header["fingerprint"],
-            "cost_model": {"sha256": file_hash(costmodel / COST_MODEL_FILE), "data_hash": header.get("data_hash"),
-                           "half_log": stated_half_log(header)},
-            "workload": workload_statistics(task.names, task.batches),
-            "environment": environment(),
-        })  # fmt: skip
-        tracker = _tracker(out, uri, settings, task, document)
-        try:
-            summary = run_study(
-                task, where, document["study_name"], trials, workers=workers, ray=ray, observer=observer,
-                trial_observer=tracker,
-            )  # fmt: skip
-            document = finish_study(out, document, state="finished", trials=trials, summary=summary)
-            report = write_tuning_report(out / TUNING_REPORT_FILE, document)
-            document = finish_study(out, document, tracking=tracker.finish(summary, [report]))
-        finally:
-            tracker.close()
-        return document
+        document = known_study(out, task) or begin_study(
+            out,
+            task,
+            name,
+            costmodel,
+            {
+                "config": settings.effective,
+                "steps": files,
+                "storage": without_password(storage) if storage else "",
+                "fingerprint": header["fingerprint"],
+                "cost_model": {
+                    "sha256": file_hash(costmodel / COST_MODEL_FILE),
+                    "data_hash": header.get("data_hash"),
+                    "half_log": stated_half_log(header),
+                },
+                "workload": workload_statistics(task.names, task.batches),
+                "environment": environment(),
+            },
+        )
+        sync = _study_sync(out, uri, settings, task, document)
+        name = document["study_name"]
+        summary = run_study(task, where, name, trials, workers=workers, ray=ray, observer=observer, listener=sync)
+        document = finish_study(out, document, state="finished", trials=trials, summary=summary)
+        report = write_tuning_report(out / TUNING_REPORT_FILE, document)
+        return finish_study(out, document, tracking=sync.finish(summary, [report]))
 
 
 def deploy(study: Path | str, out: Path | str, register: str | None = None) -> Path:
@@ -234,29 +237,34 @@ def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tu
     if len(set(names)) < len(names):
         names = [f"{i:03d}-{name}" for i, name in enumerate(names)]
     task = TuneTask(
-        names=tuple(names), batches=tuple(batches), tables=tables_of(costmodel, settings), spec=spec,
-        topology=topology, max_tokens=settings.max_tokens_per_microbatch, base=settings.planner,
-        params=settings.tune, seed=seed, tables_by_cap=frozen,
-    )  # fmt: skip
+        names=tuple(names),
+        batches=tuple(batches),
+        tables=tables_of(costmodel, settings),
+        spec=spec,
+        topology=topology,
+        max_tokens=settings.max_tokens_per_microbatch,
+        base=settings.planner,
+        params=settings.tune,
+        seed=seed,
+        tables_by_cap=frozen,
+    )
     rows = zip(names, files, batches, strict=True)
     return task, [{"name": n, "file": p.name, "data_hash": b.data_hash} for n, p, b in rows]
 
 
-def _tracker(out: Path, uri: str, settings: Config, task: TuneTask, document: dict[str, Any]) -> StudyTracker:
-    from routepack_tune.tracking.study_tracker import StudyTracker
+def _study_sync(out: Path, uri: str, settings: Config, task: TuneTask, document: dict[str, Any]) -> StudySync:
+    from routepack_tune.tracking.sync import StudySync
 
-    inputs = {name: document[name] for name in ("study_name", "signature", "steps", "cost_model", "fingerprint",
-                                                "tables_hash", "config")}  # fmt: skip
-    return StudyTracker(
-        out, uri, settings.tune.experiment, document["study_name"], task.names, _study_facts(task, document),
-        {"inputs": inputs, "environment": document.get("environment", {})},
-    )  # fmt: skip
+    kept = ("study_name", "signature", "steps", "cost_model", "fingerprint", "tables_hash", "config")
+    documents = {"inputs": {name: document[name] for name in kept}, "environment": document["environment"]}
+    facts, name = _study_facts(task, document), document["study_name"]
+    return StudySync(out, uri, settings.tune.experiment, name, task.names, facts, documents)
 
 
 def _study_facts(task: TuneTask, document: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters that the study's parent run shows."""
     sizes = {f.name: getattr(task.topology, f.name) for f in dataclasses.fields(task.topology)}
-    found = document.get("environment", {})
+    found = document["environment"]
     return {
         "model": task.spec.name,
         **{name: size for name, size in sizes.items() if size != 1},
@@ -270,8 +278,8 @@ def _study_facts(task: TuneTask, document: dict[str, Any]) -> dict[str, Any]:
         "batches_hash": content_hash(task.signature["batches"]),
         "cost_model_sha256": document["cost_model"]["sha256"],
         "cost_model_data_hash": document["cost_model"]["data_hash"],
-        **{f"version.{name}": text for name, text in found.get("versions", {}).items()},
-        **{f"machine.{name}": value for name, value in found.get("machine", {}).items()},
+        **{f"version.{name}": text for name, text in found["versions"].items()},
+        **{f"machine.{name}": value for name, value in found["machine"].items()},
     }
 
 
@@ -339,11 +347,14 @@ def _provenance(document: dict[str, Any], exported: dict[str, Any], recheck: Pla
         "config_hash": content_hash(document["config"]),
         "default_params": document["config"]["planner"],
         "hidden_planning_s": document["config"]["tune"]["hidden_planning_s"],
-        "workload": document.get("workload"),
-        "environment": document.get("environment", {}),
-        "recheck": {"plan_hash": recheck.plan_hash, "step_time_s": recheck.predicted.step_time_s,
-                    "default_s": recheck.default.step_time_s},
-    }  # fmt: skip
+        "workload": document["workload"],
+        "environment": document["environment"],
+        "recheck": {
+            "plan_hash": recheck.plan_hash,
+            "step_time_s": recheck.predicted.step_time_s,
+            "default_s": recheck.default.step_time_s,
+        },
+    }
 
 
 def _mean(values: list[float]) -> float | None:

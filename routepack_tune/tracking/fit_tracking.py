@@ -6,9 +6,7 @@ The folder is complete before anything is sent; a failure to track is a warning.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import shutil
 import tempfile
 import warnings
@@ -23,16 +21,8 @@ from profiler.files import write_text
 from routepack_tune.config import without_password
 from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines
 from routepack_tune.reports.fit_figures import gains
-from routepack_tune.tracking.registry import promote, tracking_at
-from routepack_tune.tracking.store import (
-    ARTIFACTS,
-    DATABASE,
-    KIND,
-    find_or_make_experiment,
-    log_batch,
-    own_uri,
-    quiet_mlflow,
-)
+from routepack_tune.tracking.registry import promote
+from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, Store, log_pyfunc, own_uri
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
@@ -74,13 +64,13 @@ def track_fit(
 
 
 def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, experiment: str) -> dict[str, str]:
-    mlflow = quiet_mlflow()
-    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-    experiment_id = find_or_make_experiment(client, experiment, uri)
-    run = client.create_run(experiment_id, run_name=f"fit {model.spec.name}", tags={KIND: "fit"})
-    run_id, name = run.info.run_id, REGISTERED_PREFIX + registered_suffix(model.spec.name)
+    store, name = Store(uri, experiment), REGISTERED_PREFIX + registered_suffix(model.spec.name)
+    client, example = store.client, input_example(model)
+    from mlflow.models import infer_signature  # after the client: importing MLflow is quiet from there on
+
+    run_id = store.create_run(f"fit {model.spec.name}", {KIND: "fit"})
     try:
-        log_batch(client, run_id, fit_facts(model), fit_metrics(model), {})
+        store.log(run_id, fit_facts(model), fit_metrics(model))
         with tempfile.TemporaryDirectory() as temporary:
             clean = Path(temporary) / "costmodel"
             # The default store lies in the same folder: it must not be logged into itself.
@@ -91,37 +81,27 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
                 client.log_artifacts(run_id, str(Path(temporary) / PICTURES), PICTURES)
             if (clean / REPORT_FILE).is_file():
                 client.log_artifact(run_id, str(clean / REPORT_FILE))
-            version = _log_model(mlflow, model, clean, run_id, name, uri)
+            signature = infer_signature(example, predict_frame(model, example))
+            version = log_pyfunc(
+                store,
+                run_id,
+                "costmodel",
+                "pyfunc_costmodel.py",
+                clean,
+                name,
+                signature=signature,
+                input_example=example,
+            )
             promote(client, name, version)
     except Exception:
         client.set_terminated(run_id, status="FAILED")
         raise
     client.set_terminated(run_id, status="FINISHED")
-    return {"run_id": run_id, "model_uri": f"models:/{name}/{version}",
-            "tracking_uri": "" if uri == own_uri(folder) else without_password(uri)}  # fmt: skip
-
-
-def _log_model(mlflow: Any, model: CostModel, clean: Path, run_id: str, name: str, uri: str) -> str:
-    from mlflow.models import infer_signature
-
-    example = input_example(model)
-    # MLflow announces every registration on stderr; the verb prints its own line.
-    with (
-        warnings.catch_warnings(action="ignore"),
-        contextlib.redirect_stderr(io.StringIO()),
-        tracking_at(mlflow, uri),
-        mlflow.start_run(run_id=run_id),
-    ):
-        logged = mlflow.pyfunc.log_model(
-            name="costmodel",
-            python_model=str(Path(__file__).with_name("pyfunc_costmodel.py")),
-            artifacts={"costmodel": str(clean)},
-            signature=infer_signature(example, predict_frame(model, example)),
-            input_example=example,
-            registered_model_name=name,
-            pip_requirements=["routepack-tune"],
-        )
-    return str(logged.registered_model_version)
+    return {
+        "run_id": run_id,
+        "model_uri": f"models:/{name}/{version}",
+        "tracking_uri": "" if uri == own_uri(folder) else without_password(uri),
+    }
 
 
 def registered_suffix(name: str) -> str:

@@ -6,24 +6,20 @@ The champion always moves first: a kill in between leaves a champion, never none
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from profiler.errors import RoutePackError
 from routepack_tune.config import without_password
-from routepack_tune.tracking.store import SQLITE, quiet_mlflow
+from routepack_tune.tracking.store import KIND, SQLITE, Store, log_pyfunc, quiet_mlflow
 
 CHAMPION, PREVIOUS = "champion", "previous"
 
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """Hold what a rollback did."""
+    """What a rollback did."""
 
     name: str
     champion: str
@@ -46,23 +42,10 @@ def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experi
         If MLflow refuses or cannot be reached; the bundle itself stays where it is.
     """
     try:
-        mlflow = quiet_mlflow()
-        client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-        with tracking_at(mlflow, uri):
-            mlflow.set_experiment(experiment)
-            # MLflow announces every registration on stderr; the verb prints its own line.
-            with contextlib.redirect_stderr(io.StringIO()), mlflow.start_run(run_id=run_id or None):
-                logged = mlflow.pyfunc.log_model(
-                    name="bundle",
-                    python_model=str(Path(__file__).with_name("pyfunc_planner.py")),
-                    artifacts={"bundle": str(bundle)},
-                    signature=planner_signature(),
-                    registered_model_name=name,
-                    pip_requirements=["routepack-tune"],
-                )
-        promote(client, name, str(logged.registered_model_version))
-    except RoutePackError:
-        raise
+        store = Store(uri, experiment)
+        run_id = run_id or store.create_run(f"bundle {name}", {KIND: "bundle"})
+        version = log_pyfunc(store, run_id, "bundle", "pyfunc_planner.py", bundle, name, signature=planner_signature())
+        promote(store.client, name, version)
     except Exception as error:
         first = " ".join(str(error).split())[:300]
         raise RoutePackError(
@@ -148,26 +131,3 @@ def download_bundle(model_uri: str) -> Path:
     if not found:
         raise RoutePackError(f"{model_uri} holds no bundle. Register one with `routepack deploy --register NAME`.")
     return found[0].parent
-
-
-@contextlib.contextmanager
-def tracking_at(mlflow: Any, uri: str) -> Iterator[None]:
-    """Point MLflow's process-wide URIs at ``uri`` and put them back: callers have their own.
-
-    MLflow also writes them into the environment, where later verbs of this process (and children) would read them.
-    """
-    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
-    before = {name: os.environ.get(name) for name in names}
-    own = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
-    mlflow.set_tracking_uri(uri)
-    mlflow.set_registry_uri(uri)
-    try:
-        yield
-    finally:
-        # What the environment says needs no second place that would outlive a change of it.
-        mlflow.set_tracking_uri(None if own == before[names[0]] else own)
-        mlflow.set_registry_uri(None)
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

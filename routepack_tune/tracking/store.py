@@ -6,12 +6,16 @@ refused before any work. No non-finite number is ever logged as a metric: a tag 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,49 +77,124 @@ def own_uri(folder: Path | str) -> str:
     return f"{SQLITE}{(Path(folder).resolve() / DATABASE).as_posix()}"
 
 
-def find_or_make_experiment(client: Any, name: str, uri: str) -> str:
-    """Return the id of an experiment; a SQLite store gets an artifact folder beside its file, never the working one."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        location = None
-        if uri.startswith(SQLITE):
-            location = (Path(uri.removeprefix(SQLITE)).resolve().parent / ARTIFACTS).as_uri()
-        try:
-            return str(client.create_experiment(name, artifact_location=location))
-        except Exception:  # another process made it between the two calls
-            found = client.get_experiment_by_name(name)
-            if found is None:
-                raise
-    return str(found.experiment_id)
+class Store:
+    """One experiment of a tracking store; it is opened when first used."""
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        self.uri, self.experiment = uri, experiment
+
+    @cached_property
+    def client(self) -> Any:
+        """MLflow's client."""
+        return quiet_mlflow().MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+
+    @cached_property
+    def experiment_id(self) -> str:
+        """The experiment's id; it is made if need be. A SQLite store gets an artifact folder beside its file."""
+        found = self.client.get_experiment_by_name(self.experiment)
+        if found is None:
+            location = None
+            if self.uri.startswith(SQLITE):
+                location = (Path(self.uri.removeprefix(SQLITE)).resolve().parent / ARTIFACTS).as_uri()
+            try:
+                return str(self.client.create_experiment(self.experiment, artifact_location=location))
+            except Exception:  # another process made it between the two calls
+                found = self.client.get_experiment_by_name(self.experiment)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def create_run(self, name: str, tags: Mapping[str, str]) -> str:
+        """Begin a run and return its id."""
+        return str(self.client.create_run(self.experiment_id, run_name=name, tags=dict(tags)).info.run_id)
+
+    def find(self, condition: str) -> list[Any]:
+        """Return all runs of the experiment under a condition, oldest first."""
+        found: list[Any] = []
+        token: str | None = ""
+        while token is not None:
+            page = self.client.search_runs([self.experiment_id], condition, max_results=1000, page_token=token or None)
+            found += page
+            token = page.token or None
+        return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
+
+    def log(
+        self,
+        run_id: str,
+        params: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        tags: Mapping[str, str] | None = None,
+        series: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+        time_ms: int | None = None,
+    ) -> None:
+        """Write parameters, metrics and tags of a run; a number that is not finite becomes a tag.
+
+        ``series`` maps a metric's name to its points (step, value). A call with the same
+        ``time_ms`` adds nothing.
+        """
+        from mlflow.entities import Metric, Param, RunTag
+
+        stamp = int(time.time() * 1000) if time_ms is None else time_ms
+        given = [(name, 0, value) for name, value in (metrics or {}).items()]
+        given += [(name, step, value) for name, steps in (series or {}).items() for step, value in steps]
+        points = [Metric(_key(name), float(v), stamp, step) for name, step, v in given if math.isfinite(v)]
+        broken = {f"not_a_metric.{name}": repr(float(v)) for name, _, v in given if not math.isfinite(v)}
+        texts = {name: text for name, text in {**(tags or {}), **broken}.items() if text}
+        for begin in range(MOST_METRICS, len(points), MOST_METRICS):
+            self.client.log_batch(run_id, metrics=points[begin : begin + MOST_METRICS])
+        self.client.log_batch(
+            run_id,
+            metrics=points[:MOST_METRICS],
+            params=[Param(_key(name), _short(value)) for name, value in (params or {}).items()],
+            tags=[RunTag(_key(name), _short(text)) for name, text in texts.items()],
+        )
 
 
-def log_batch(
-    client: Any,
-    run_id: str,
-    params: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    tags: Mapping[str, str],
-    series: Mapping[str, Sequence[Sequence[float]]] | None = None,
-    time_ms: int | None = None,
-) -> None:
-    """Write parameters, metrics and tags of a run in one call; a number that is not finite becomes a tag.
+@contextlib.contextmanager
+def tracking_at(mlflow: Any, uri: str) -> Iterator[None]:
+    """Point MLflow's process-wide URIs at ``uri`` and put them back: callers have their own.
 
-    ``series`` maps a metric's name to its points (step, value). The same call with the same ``time_ms`` adds nothing.
+    MLflow also writes them into the environment, where later verbs of this process (and children) would read them.
     """
-    from mlflow.entities import Metric, Param, RunTag
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    before = {name: os.environ.get(name) for name in names}
+    own = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    try:
+        yield
+    finally:
+        # What the environment says needs no second place that would outlive a change of it.
+        mlflow.set_tracking_uri(None if own == before[names[0]] else own)
+        mlflow.set_registry_uri(None)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
-    stamp = int(time.time() * 1000) if time_ms is None else time_ms
-    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    broken = {f"not_a_metric.{name}": repr(value) for name, value in metrics.items() if name not in finite}
-    texts = {name: text for name, text in {**tags, **broken}.items() if text}
-    points = [Metric(_key(name), float(value), stamp, 0) for name, value in finite.items()]
-    for name, steps in (series or {}).items():
-        points += [Metric(_key(name), float(value), stamp, int(step)) for step, value in steps]
-    whole = {"params": [Param(_key(name), _short(value)) for name, value in params.items()],
-             "tags": [RunTag(_key(name), _short(text)) for name, text in texts.items()]}  # fmt: skip
-    for begin in range(MOST_METRICS, len(points), MOST_METRICS):
-        client.log_batch(run_id, metrics=points[begin : begin + MOST_METRICS])
-    client.log_batch(run_id, metrics=points[:MOST_METRICS], **whole)
+
+def log_pyfunc(store: Store, run_id: str, name: str, code: str, folder: Path | str, registered: str, **how: Any) -> str:
+    """Log a folder as a model whose code is the file ``code`` beside this one; return its version in the registry.
+
+    The folder becomes the model's artifact ``name``; models from code hold no pickle.
+    """
+    mlflow = quiet_mlflow()
+    # MLflow announces every registration on stderr; the verbs print their own lines.
+    with (
+        warnings.catch_warnings(action="ignore"),
+        contextlib.redirect_stderr(io.StringIO()),
+        tracking_at(mlflow, store.uri),
+        mlflow.start_run(run_id=run_id),
+    ):
+        logged = mlflow.pyfunc.log_model(
+            name=name,
+            python_model=str(Path(__file__).with_name(code)),
+            artifacts={name: str(folder)},
+            registered_model_name=registered,
+            pip_requirements=["routepack-tune"],
+            **how,
+        )
+    return str(logged.registered_model_version)
 
 
 def _key(name: str) -> str:

@@ -1,109 +1,105 @@
-"""Who works on which trial: claims that never overshoot a target, and trials whose worker died.
+"""Who may begin a trial: workers of one study never begin more than are missing, whatever dies when.
 
-Invariants: a trial is counted once, whatever dies; together, workers never begin more trials than are missing; the
-setting of a dead worker's trial is tried again, at most ``MAX_RETRIES`` times.
+A worker takes the study's lock, and while it holds it, looks how many trials are finished or running, begins one if
+some are missing, signs it, and lets go. The lock is the system's (a file's or the database's) and goes with its holder.
 
-A dead worker is known by its process on this machine and by missed heartbeats elsewhere. A storage without
-heartbeats (a file) cannot tell about other machines: their running trials are not waited for.
+Invariants: under the lock, every running trial is signed, or its worker was killed before it could sign; a trial whose
+worker is gone is failed once and its setting tried again, at most ``MAX_RETRIES`` times.
+
+A worker of this machine is gone when its process is; one of another machine when Optuna misses its heartbeats. A study
+in a file belongs to one machine.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import random
-import socket
-import threading
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-HEARTBEAT_S = 15
-GRACE_S = 60
-"""Time without a heartbeat after which a trial's worker is taken for dead."""
 MAX_RETRIES = 2
 """A setting that kills its worker every time must not end the study."""
 POLL_S = 0.2
 
 
-def count_finished(study: Any) -> int:
-    """Return how many trials have an outcome: complete or pruned."""
-    from optuna.trial import TrialState
+class Lock(Protocol):
+    """What lets one process at a time begin a trial of a study."""
 
-    return len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+    def acquire(self) -> Any:
+        """Wait for the lock."""
 
-
-def next_trial(study: Any, target: int, worker: int) -> Any:
-    """Claim a trial, or return None once the study holds ``target`` finished ones.
-
-    While the last missing trials run elsewhere it waits: if their worker dies, they are this one's.
-    """
-    jitter = random.Random(os.getpid())
-    unsigned: dict[int, float] = {}
-    while True:
-        fail_abandoned(study)
-        running = _running(study)
-        if (finished := count_finished(study)) >= target:
-            return None
-        if finished + len(running) < target:
-            with warnings.catch_warnings():  # Optuna beats only inside Study.optimize, here `working_on` does
-                warnings.filterwarnings("ignore", message="Heartbeat of storage")
-                trial = study.ask()
-            others = sum(other.number != trial.number for other in _running(study))
-            if count_finished(study) + others < target:
-                for name, value in _signed(worker).items():
-                    trial.set_user_attr(name, value)
-                if _beats(study):
-                    study._storage.record_heartbeat(trial._trial_id)
-                return trial
-            _give_back(study, trial)
-        unsigned = {
-            t.number: unsigned.get(t.number, time.monotonic()) for t in running if "machine" not in t.user_attrs
-        }
-        for trial in running:  # killed between asking and signing
-            if time.monotonic() - unsigned.get(trial.number, time.monotonic()) > GRACE_S:
-                _fail(study, trial)
-        time.sleep(POLL_S * jitter.uniform(0.5, 1.5))
+    def release(self) -> None:
+        """Let go."""
 
 
-@contextlib.contextmanager
-def working_on(study: Any, trial: Any) -> Iterator[None]:
-    """Tell the storage, while the block runs, that the trial's worker is alive; a no-op for storages in files."""
-    store, trial_id = study._storage, trial._trial_id
-    if not _beats(study):
-        yield
-        return
-    done = threading.Event()
+class Claims:
+    """One worker's way to its next trial, until the study holds ``target`` finished ones."""
 
-    def beat() -> None:
-        while not done.wait(store.get_heartbeat_interval()):
-            with contextlib.suppress(Exception):  # a server that is away for a moment must not end a trial
-                store.record_heartbeat(trial_id)
+    def __init__(self, study: Any, lock: Lock, target: int, worker: int, *, server: bool = False) -> None:
+        self._study, self._lock, self._server = study, lock, server
+        self.target, self.worker = target, worker
+        self._held = False
 
-    thread = threading.Thread(target=beat, name=f"heartbeat-{trial.number}", daemon=True)
-    thread.start()
+    def take(self) -> bool:
+        """Hold the lock and return True where a trial may begin; return False where all are finished.
+
+        While the last missing trials run elsewhere it waits: if their worker dies, they are this one's.
+        """
+        jitter = random.Random(os.getpid())
+        while True:
+            self._lock.acquire()
+            self._held = True
+            try:
+                _fail_abandoned(self._study, self._server)
+                finished, running = count_finished(self._study), len(_running(self._study))
+            except BaseException:
+                self.let_go()
+                raise
+            if finished + running < self.target:
+                return True
+            self.let_go()
+            if finished >= self.target:
+                return False
+            time.sleep(POLL_S * jitter.uniform(0.5, 1.5))
+
+    def sign(self, trial: Any) -> None:
+        """Write into a trial who works on it, then let others begin theirs."""
+        pid = os.getpid()
+        signature = {"worker": self.worker, "pid": pid, "started": _started(pid), "machine": machine()}
+        for name, value in signature.items():  # one by one, the machine last
+            trial.set_user_attr(name, value)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Release the lock if it is held."""
+        if self._held:
+            self._held = False
+            self._lock.release()
+
+
+def fail_abandoned(study: Any, lock: Lock, server: bool) -> None:
+    """Fail running trials whose worker is gone, and give their settings another go."""
+    lock.acquire()
     try:
-        yield
+        _fail_abandoned(study, server)
     finally:
-        done.set()
-        thread.join()
+        lock.release()
 
 
-def fail_abandoned(study: Any) -> None:
-    """Mark running trials whose worker is gone as failed, and give their settings another go."""
+def _fail_abandoned(study: Any, server: bool) -> None:
     import optuna
 
-    beats = _beats(study)
-    for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
-        if _is_abandoned(trial.user_attrs, beats):
-            _fail(study, trial)
-    if beats:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            optuna.storages.fail_stale_trials(study)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.storages.fail_stale_trials(study)  # known by heartbeats, which only servers keep
+    for trial in _running(study):
+        if _is_abandoned(trial.user_attrs, server):
+            told = study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+            if told.state == optuna.trial.TrialState.FAIL:  # not one that finished a moment ago
+                retry(study, trial)
 
 
 def retry(study: Any, trial: Any) -> None:
@@ -114,65 +110,40 @@ def retry(study: Any, trial: Any) -> None:
         study.enqueue_trial(setting, user_attrs={"retries": retries + 1, "retry_of": trial.number})
 
 
+def count_finished(study: Any) -> int:
+    """Return how many trials have an outcome: complete or pruned."""
+    return len(finished_trials(study))
+
+
+def finished_trials(study: Any) -> list[Any]:
+    """Return the trials with an outcome, complete or pruned, by number."""
+    from optuna.trial import TrialState
+
+    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+
+
 def first_worker(server: bool) -> int:
     """Return the number of this process's first worker: 0, or one that no other machine's process is likely to have."""
-    if not server:
-        return 0
-    return int.from_bytes(f"{_machine()}{os.getpid()}".encode(), "big") % 1_000_003 * 1000
+    return int.from_bytes(f"{machine()}{os.getpid()}".encode(), "big") % 1_000_003 * 1000 if server else 0
 
 
 def _running(study: Any) -> list[Any]:
-    """Return the running trials that may still finish."""
     from optuna.trial import TrialState
 
-    trials, beats, host = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)), _beats(study), _host()
-    return [trial for trial in trials if beats or trial.user_attrs.get("host", host) == host]
+    return study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
 
-def _give_back(study: Any, trial: Any) -> None:
-    """Return a trial that was one too many to the queue, unsigned, for whoever extends the study."""
-    from optuna.trial import TrialState
-
-    study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
-
-
-def _fail(study: Any, trial: Any) -> None:
-    """Fail a running trial; of several processes that try, one succeeds and enqueues its setting again."""
-    import optuna
-
-    with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-        study._storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.FAIL)
-        retry(study, trial)
-
-
-def _beats(study: Any) -> bool:
-    from optuna.storages._heartbeat import is_heartbeat_enabled
-
-    return is_heartbeat_enabled(study._storage)
-
-
-def _signed(worker: int) -> dict[str, Any]:
-    """Return what a trial says of its worker; written one by one, the machine last."""
-    pid = os.getpid()
-    return {"worker": worker, "host": _host(), "pid": pid, "started": _started(pid), "machine": _machine()}
-
-
-def _is_abandoned(signed: dict[str, Any], beats: bool) -> bool:
-    """Tell whether the worker that signed a running trial is certainly gone."""
-    if "machine" not in signed:
-        return False
-    if signed.get("machine") == _machine():
+def _is_abandoned(signed: dict[str, Any], server: bool) -> bool:
+    """Tell whether the worker of a running trial is certainly gone."""
+    if "machine" not in signed:  # killed between beginning and signing, both under the lock
+        return True
+    if signed["machine"] == machine():
         return _started(signed["pid"]) != signed["started"]
-    # Another machine of this name, unless this one was restarted: only a file's study must belong to it.
-    return not beats and signed.get("host") == _host()
-
-
-def _host() -> str:
-    return socket.gethostname()
+    return not server  # this machine before it was restarted, or a container that is gone
 
 
 @functools.cache
-def _machine() -> str:
+def machine() -> str:
     """Return a name of this boot and space of process numbers: names of hosts are not unique, containers share them."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 

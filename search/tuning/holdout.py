@@ -25,7 +25,7 @@ LEVEL = 95
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Hold the mean gain over the defaults and its bootstrap interval; percent."""
+    """The mean gain over the defaults and its bootstrap interval; percent."""
 
     gain_pct: float
     low_pct: float
@@ -49,9 +49,16 @@ def compare_on_holdout(task: TuneTask, setting: Mapping[str, Any], observer: Obs
     best = defaults if same else _in_turn(scorer, params, cap, seeds, defaults, observer)
     observer.finish("held-out batches")
     found: dict[str, Any] = {
-        "best": scores_to_json(best), "default_settings": scores_to_json(defaults), "gain_pct": None, "low_pct": None,
-        "high_pct": None, "best_value": None, "default_value": None, "seeds": list(seeds), "rests_on": _rests_on(task),
-    }  # fmt: skip
+        "best": scores_to_json(best),
+        "default_settings": scores_to_json(defaults),
+        "gain_pct": None,
+        "low_pct": None,
+        "high_pct": None,
+        "best_value": None,
+        "default_value": None,
+        "seeds": list(seeds),
+        "rests_on": _rests_on(task),
+    }
     if best:
         values = np.array([batch_value(score, task.params) for score in best]).reshape(len(seeds), -1)
         interval = bootstrap_gain(1 - values.T, task.seed)

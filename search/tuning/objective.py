@@ -29,7 +29,7 @@ from search.tuning.task import TuneParams, TuneTask
 
 @dataclass(frozen=True, slots=True)
 class BatchScore:
-    """Hold how one setting did on one batch; seconds."""
+    """How one setting did on one batch; seconds."""
 
     name: str
     seed: int
@@ -125,10 +125,16 @@ class Scorer:
         plan, plan_s = self.plan(params, cap, index, seed, previous)
         step_s, move_s = plan.predicted.step_time_s, plan.moves.seconds
         score = BatchScore(
-            task.names[index], seed, step_s, move_s, plan_s, plan.default.step_time_s, plan.lower_bound_s,
+            task.names[index],
+            seed,
+            step_s,
+            move_s,
+            plan_s,
+            plan.default.step_time_s,
+            plan.lower_bound_s,
             reference.reference_step_s if reference else step_s + move_s,
             reference.reference_plan_s if reference else plan_s,
-        )  # fmt: skip
+        )
         if not all(math.isfinite(v) and v > 0 for v in (step_s, batch_value(score, task.params))):
             raise RoutePackError(
                 f"Batch {score.name}: the step time is {step_s} s and the objective {batch_value(score, task.params)}."
@@ -143,9 +149,16 @@ class Scorer:
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         try:
             plan = plan_step(
-                task.batches[index], task.tables_of(cap), task.spec, task.topology, cap, params, seed=seed,
-                previous=previous, num_threads=1,
-            )  # fmt: skip
+                task.batches[index],
+                task.tables_of(cap),
+                task.spec,
+                task.topology,
+                cap,
+                params,
+                seed=seed,
+                previous=previous,
+                num_threads=1,
+            )
         except RoutePackError as error:
             raise RoutePackError(f"Batch {task.names[index]}: {error}") from None
         finally:

@@ -1,7 +1,7 @@
 """Who proposes the next setting and who stops a losing trial: Optuna's samplers and pruner, by name.
 
-Invariants: workers of one study never share a seed; an infeasible trial is known to the sampler by its violation, not
-by a number in place of its value.
+Invariants: no two workers, studies or resumptions share a stream of random numbers; an infeasible trial is known to the
+sampler by its constraint, not by a number in place of its value.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from typing import Any
+
+import numpy as np
 
 from profiler import RoutePackError
 from search.tuning.task import CAP, TuneTask
@@ -18,8 +20,6 @@ STARTUP_TRIALS = 10
 P_THRESHOLD = 0.15
 """A trial that is slower than the best on its first three batches is stopped: that happens by chance to one in eight
 that are as good."""
-RESUMED = 10_000
-"""Step between the seeds of a study's resumptions, above any number of workers."""
 NEEDS = {"gp": "torch", "cmaes": "cmaes"}
 
 
@@ -33,23 +33,24 @@ def make_sampler(task: TuneTask, worker: int, finished: int) -> Any:
     """
     import optuna
 
-    name, seed = task.params.sampler, (task.seed + worker + RESUMED * finished) % 2**32
+    name = task.params.sampler
+    seed = int(np.random.SeedSequence([task.seed % 2**32, worker, finished]).generate_state(1)[0])
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         raise RoutePackError(
             f"Sampler {name} needs the package {NEEDS[name]}, which is not installed. Install it, or use sampler tpe."
         )
-    with warnings.catch_warnings():  # Optuna 5 prefers other ways to say the same, which 4 does not know
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is experimental or deprecated in Optuna is no news to users
         if name == "gp":
             return optuna.samplers.GPSampler(
-                seed=seed, n_startup_trials=STARTUP_TRIALS, constraints_func=violations, warn_independent_sampling=False
+                seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False
             )
-        if name == "cmaes":
-            return optuna.samplers.CmaEsSampler(seed=seed, x0=_numbers(task), warn_independent_sampling=False)
+        if name == "cmaes":  # it leaves the cap, a choice, to chance
+            start = {knob: value for knob, value in task.given_settings[0].items() if knob != CAP}
+            return optuna.samplers.CmaEsSampler(seed=seed, x0=start, warn_independent_sampling=False)
         return optuna.samplers.TPESampler(
-            seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS,
-            constraints_func=violations,
-        )  # fmt: skip
+            seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS
+        )
 
 
 def make_pruner(task: TuneTask) -> Any:
@@ -61,11 +62,6 @@ def make_pruner(task: TuneTask) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         return optuna.pruners.WilcoxonPruner(p_threshold=P_THRESHOLD)
-
-
-def violations(trial: Any) -> tuple[float]:
-    """Return how far a finished trial is from feasible: the share of batches it left unplanned, 0 when feasible."""
-    return (float(trial.user_attrs.get("violation", 0.0)),)
 
 
 def distributions(task: TuneTask) -> dict[str, Any]:
@@ -83,8 +79,8 @@ def distributions(task: TuneTask) -> dict[str, Any]:
     return space
 
 
-def draw(trial: Any, space: dict[str, Any]) -> dict[str, Any]:
-    """Let a trial take a value for every knob; return its setting."""
+def draw(trial: Any, space: dict[str, Any]) -> None:
+    """Let a trial take a value for every knob."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     for name, known in space.items():
@@ -94,9 +90,3 @@ def draw(trial: Any, space: dict[str, Any]) -> dict[str, Any]:
             trial.suggest_int(name, known.low, known.high, log=known.log)
         else:
             trial.suggest_float(name, known.low, known.high, log=known.log)
-    return trial.params
-
-
-def _numbers(task: TuneTask) -> dict[str, Any]:
-    """Return the defaults that CMA-ES starts from; it leaves the cap, a choice, to chance."""
-    return {name: value for name, value in task.given_settings[0].items() if name != CAP}

@@ -6,14 +6,15 @@ the user allows several caps.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from costmodels import StepTables
 from profiler import ModelSpec, RoutePackError, Topology
-from profiler.files import content_hash
+from profiler.files import canonical_json
 from search.params import PlannerParams, Range, tunable_ranges
 from search.problem import StepBatch
 
@@ -24,7 +25,7 @@ CAP = "max_tokens"
 
 @dataclass(frozen=True, slots=True)
 class TuneParams:
-    """Hold the settings of a study."""
+    """Settings of a study."""
 
     holdout_share: float = 0.25
     """Share of the step batches, the latest ones, on which only the winner is tried; at least one where there are
@@ -61,24 +62,30 @@ class TuneParams:
             raise ValueError("Expected a name for experiment, got an empty one.")
 
 
-class TrialObserver:
-    """Receive what happens in a study; every method does nothing, override what you need."""
+@dataclass(frozen=True, slots=True)
+class TrialRecord:
+    """What a finished trial came to."""
 
-    def study_started(self, info: dict[str, Any]) -> None:
-        """Begin (or resume) a study described by ``info``."""
+    number: int
+    state: str
+    """``complete``, ``pruned`` (stopped early) or ``infeasible``."""
+    reason: str
+    """Why it is not complete."""
+    setting: dict[str, Any]
+    """All the planner's parameters, and the cap where it is tuned."""
+    metrics: dict[str, float]
+    """Means over the batches planned, and ``step_time_s.NAME`` and ``value.NAME`` of each."""
+    time_ms: int
+    """When it ended, since 1970."""
 
-    def trial_finished(
-        self, number: int, params: dict[str, Any], metrics: dict[str, float], state: str, reason: str
-    ) -> None:
-        """Record one trial: ``state`` is ``complete``, ``pruned`` or ``infeasible``, the last two with a ``reason``."""
 
-    def study_finished(self, summary: dict[str, Any]) -> None:
-        """End the study."""
+TrialListener = Callable[[Sequence[TrialRecord]], None]
+"""Is given the finished trials of this machine at a study's start and whenever there are more, and all at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuneTask:
-    """Hold what a study tunes on: named batches of one job, oldest first."""
+    """What a study tunes on: named batches of one job, oldest first."""
 
     names: tuple[str, ...]
     batches: tuple[StepBatch, ...]
@@ -179,14 +186,15 @@ class TuneTask:
 
     @property
     def signature(self) -> dict[str, Any]:
-        """What must not change when a study is resumed."""
+        """What must not change when a study is resumed, as JSON reads it: hashes of data, the rest in words."""
         space: dict[str, Any] = {name: asdict(knob) for name, knob in self.space.items()}
-        caps = {str(cap): self.tables_of(cap).tables_hash for cap in self.caps}
-        return {
+        if len(self.caps) > 1:
+            space[CAP] = {str(cap): self.tables_of(cap).tables_hash for cap in self.caps}
+        signature = {
             "batches": dict(zip(self.names, (b.data_hash for b in self.batches), strict=True)),
             "tables": self.tables.tables_hash,
-            "space": content_hash({"knobs": space, "caps": caps}),
-            "base": content_hash(asdict(self.base)),
+            "space": space,
+            "base": asdict(self.base),
             "objective": {
                 "directions": self.directions,
                 "holdout": self.num_holdout,
@@ -194,6 +202,7 @@ class TuneTask:
             },
             "seed": self.seed,
         }
+        return json.loads(canonical_json(signature))
 
     def tables_of(self, cap: int) -> StepTables:
         """Return the frozen times of a cap."""

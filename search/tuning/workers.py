@@ -4,8 +4,7 @@ The parent creates the study and watches it; each worker loads it and claims tri
 same command on more machines with one server storage just adds workers. Workers are spawned, never forked: LightGBM
 and OpenMP hang in a forked child. The task travels to them in the arguments, from our process to our process.
 
-Invariants: a dead worker ends neither the others nor the study; every finished trial of this machine reaches the
-observer once, also when an earlier parent died before it could tell.
+Invariant: a dead worker ends neither the others nor the study.
 """
 
 from __future__ import annotations
@@ -18,72 +17,99 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from profiler import Observer, RoutePackError
-from search.tuning.claims import count_finished, fail_abandoned, first_worker
-from search.tuning.storage import is_server, open_study, shown
-from search.tuning.task import TrialObserver, TuneTask
+from profiler import RoutePackError
+from search.tuning.claims import Claims, count_finished, fail_abandoned, first_worker
+from search.tuning.storage import claim_lock, is_server, open_study, shown
+from search.tuning.task import TuneTask
+from search.tuning.trials import Watch, run_trials
 
 POLL_S = 0.5
 STOP_S = 5.0
 """Time a worker has to end after a polite signal."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
+Job = tuple[TuneTask, str, str, int]
+"""What every worker is given: task, storage, name of the study, trials."""
+Poll = Callable[[], tuple[bool, list[str]]]
+"""Waits a little; returns whether workers are left, and of what others died meanwhile."""
+
 
 def run_workers(
-    task: TuneTask,
-    storage: str,
-    study_name: str,
-    trials: int,
-    workers: int,
-    observer: Observer | None = None,
-    trial_observer: TrialObserver | None = None,
+    task: TuneTask, storage: str, study: Any, trials: int, workers: int, watch: Watch, *, ray: bool = False
 ) -> None:
-    """Run a study with so many processes until it holds ``trials`` finished trials, those of other machines included.
+    """Run a study with so many workers until it holds ``trials`` finished trials, those of other machines included.
+
+    With ``ray`` they are tasks of its cluster, one core each; one whose node died is started again by Ray.
 
     Raises
     ------
     RoutePackError
-        If every worker died before that; the message says of what.
+        If every worker died before that (the message says of what), Ray is not installed, or its nodes cannot reach the
+        storage.
     """
-    study = open_study(task, storage, study_name)
-    watch = _Watch(task, study, trials, observer or Observer(), trial_observer or TrialObserver())
-    with tempfile.TemporaryDirectory() as logs, _started_workers(task, storage, study, trials, workers, logs) as crew:
-        dead: list[str] = []
-        running = dict(crew)
-        while running:
-            ended = wait([process.sentinel for process in running], timeout=POLL_S)
-            for process in [process for process in running if process.sentinel in ended]:
-                process.join()
-                log = running.pop(process)
-                if process.exitcode:
-                    dead.append(f"{process.name} {_cause(process.exitcode, log)}")
-                    fail_abandoned(study)
-            watch.look()
-    watch.finish()
+    job = (task, storage, study.study_name, trials)
+    lock, dead = claim_lock(storage, study.study_name), list[str]()
+    first = first_worker(is_server(storage))
+    numbers = range(first, first + workers)
+    try:
+        with _ray_tasks(job, numbers) if ray else _processes(job, numbers) as poll:
+            left = True
+            while left:
+                left, reasons = poll()
+                if reasons:
+                    dead += reasons
+                    fail_abandoned(study, lock, is_server(storage))
+                watch.look()
+    finally:
+        fail_abandoned(study, lock, is_server(storage))
     _judge(study, trials, workers, dead)
 
 
-def run_on_ray(
-    task: TuneTask,
-    storage: str,
-    study_name: str,
-    trials: int,
-    workers: int,
-    observer: Observer | None = None,
-    trial_observer: TrialObserver | None = None,
-) -> None:
-    """Do the same with tasks of a Ray cluster, one core each; a task whose node died is started again by Ray.
+@contextlib.contextmanager
+def _processes(job: Job, numbers: range) -> Iterator[Poll]:
+    """Start processes of this machine; on the way out none is left."""
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, len(os.sched_getaffinity(0)) // len(numbers))
+    crew: dict[Any, Path] = {}
+    running: list[Any] = []
 
-    Raises
-    ------
-    RoutePackError
-        If Ray is not installed, the storage cannot be reached from other nodes, or every task failed.
-    """
+    def poll() -> tuple[bool, list[str]]:
+        ended, dead = wait([process.sentinel for process in running], timeout=POLL_S), []
+        for process in [process for process in running if process.sentinel in ended]:
+            process.join()
+            running.remove(process)
+            if process.exitcode:
+                dead.append(f"{process.name} {_cause(process.exitcode, crew[process])}")
+        return bool(running), dead
+
+    with tempfile.TemporaryDirectory() as logs:
+        try:
+            for i, number in enumerate(numbers):
+                log = Path(logs) / f"worker-{i}.log"
+                arguments = (job, number, log)
+                process = context.Process(target=_work_here, args=arguments, name=f"worker {i}", daemon=True)
+                with _environment(dict.fromkeys(THREAD_VARIABLES, str(threads))):  # read when the child imports numpy
+                    process.start()
+                crew[process] = log
+            running += crew
+            yield poll
+        finally:
+            for process in crew:
+                process.terminate()
+            for process in crew:
+                process.join(STOP_S)
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def _ray_tasks(job: Job, numbers: range) -> Iterator[Poll]:
+    """Start tasks of a Ray cluster; on the way out those that run are cancelled."""
     try:
         import ray
     except ImportError:
@@ -93,115 +119,32 @@ def run_on_ray(
         ) from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    if not is_server(storage) and len(ray.nodes()) > 1:
+    if not is_server(job[1]) and len(ray.nodes()) > 1:
         raise RoutePackError(
-            f"Storage {shown(storage)} is a file that other nodes cannot lock. Give --storage postgresql://..."
+            f"Storage {shown(job[1])} is a file that other nodes cannot lock. Give --storage postgresql://..."
         )
-    study = open_study(task, storage, study_name)
-    watch = _Watch(task, study, trials, observer or Observer(), trial_observer or TrialObserver())
-    first, sent = first_worker(is_server(storage)), ray.put(task)
     environment = {"env_vars": dict.fromkeys(THREAD_VARIABLES, "1")}
-    submit = ray.remote(num_cpus=1, runtime_env=environment)(_work).remote
-    running: list[Any] = [submit(sent, storage, study.study_name, trials, first + i) for i in range(workers)]
-    dead: list[str] = []
+    submit, sent = ray.remote(num_cpus=1, runtime_env=environment)(_work).remote, ray.put(job)
+    running = [submit(sent, number) for number in numbers]
+
+    def poll() -> tuple[bool, list[str]]:
+        ended, running[:] = ray.wait(running, num_returns=1, timeout=POLL_S)
+        dead = []
+        for task in ended:
+            try:
+                ray.get(task)
+            except ray.exceptions.RayError as error:
+                dead.append(f"a task failed: {_last_line(str(error))}")
+        return bool(running), dead
+
     try:
-        while running:
-            ended, running = ray.wait(running, num_returns=1, timeout=POLL_S)
-            for reference in ended:
-                try:
-                    ray.get(reference)
-                except ray.exceptions.RayError as error:
-                    dead.append(f"a task failed: {_last_line(str(error))}")
-                    fail_abandoned(study)
-            watch.look()
+        yield poll
     finally:
-        for reference in running:
-            ray.cancel(reference, force=True)
-    watch.finish()
-    _judge(study, trials, workers, dead)
+        for task in running:
+            ray.cancel(task, force=True)
 
 
-class _Watch:
-    """Read finished trials from the storage and report each once.
-
-    What was reported is kept in the study under this machine's name: whoever resumes it reports the rest.
-    """
-
-    def __init__(
-        self, task: TuneTask, study: Any, trials: int, observer: Observer, trial_observer: TrialObserver
-    ) -> None:
-        self._task, self._study, self._observer, self._trial_observer = task, study, observer, trial_observer
-        self._key = f"reported {os.uname().nodename}"
-        known = self._finished()
-        if self._key not in study.user_attrs:
-            study.set_user_attr(self._key, sorted(known))
-        self._reported = set(study.user_attrs[self._key])
-        observer.start("trials", trials)
-        self._counted: set[int] = set()
-        self.look()
-
-    def look(self) -> None:
-        """Report what finished since the last look: progress of all machines, trials of this one."""
-        finished = self._finished()
-        for _ in finished.keys() - self._counted:
-            self._observer.advance("trials", self._best(finished))
-        self._counted |= finished.keys()
-        from search.tuning.study import report_trial
-
-        fresh = [
-            trial
-            for number, trial in sorted(finished.items())
-            if number not in self._reported and trial.user_attrs.get("host") == os.uname().nodename
-        ]
-        for trial in fresh:
-            report_trial(self._task, trial, self._trial_observer)
-            self._reported.add(trial.number)
-        if fresh:
-            self._study.set_user_attr(self._key, sorted(self._reported))
-
-    def finish(self) -> None:
-        """Report the rest."""
-        self.look()
-        self._observer.finish("trials")
-
-    def _finished(self) -> dict[int, Any]:
-        from optuna.trial import TrialState
-
-        states = (TrialState.COMPLETE, TrialState.PRUNED)
-        return {trial.number: trial for trial in self._study.get_trials(deepcopy=False, states=states)}
-
-    def _best(self, finished: dict[int, Any]) -> str:
-        values = [trial.values[0] for trial in finished.values() if trial.state.name == "COMPLETE"]
-        return f"best {100 * (1 - min(values)):+.2f}% against the defaults" if values else ""
-
-
-@contextlib.contextmanager
-def _started_workers(
-    task: TuneTask, storage: str, study: Any, trials: int, workers: int, logs: str
-) -> Iterator[dict[Any, Path]]:
-    """Start the processes and yield each with its log; on the way out none is left, nor a trial of theirs running."""
-    context, crew = multiprocessing.get_context("spawn"), {}
-    first, threads = first_worker(is_server(storage)), max(1, len(os.sched_getaffinity(0)) // workers)
-    try:
-        for i in range(workers):
-            log = Path(logs) / f"worker-{i}.log"
-            arguments = (task, storage, study.study_name, trials, first + i, log)
-            process = context.Process(target=_work_here, args=arguments, name=f"worker {i}", daemon=True)
-            with _environment(dict.fromkeys(THREAD_VARIABLES, str(threads))):  # read when the child imports numpy
-                process.start()
-            crew[process] = log
-        yield crew
-    finally:
-        for process in crew:
-            process.terminate()
-        for process in crew:
-            process.join(STOP_S)
-            process.kill()
-            process.join()
-        fail_abandoned(study)
-
-
-def _work_here(task: TuneTask, storage: str, study_name: str, trials: int, worker: int, log: Path) -> None:
+def _work_here(job: Job, worker: int, log: Path) -> None:
     """Be one process: say what goes wrong in a log, end with the parent."""
     handle = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(handle, 2)
@@ -210,17 +153,16 @@ def _work_here(task: TuneTask, storage: str, study_name: str, trials: int, worke
     assert parent is not None
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     try:
-        _work(task, storage, study_name, trials, worker)
+        _work(job, worker)
     except RoutePackError as error:
         sys.exit(str(error))
 
 
-def _work(task: TuneTask, storage: str, study_name: str, trials: int, worker: int) -> int:
+def _work(job: Job, worker: int) -> None:
     """Load the study and run trials."""
-    from search.tuning.study import run_trials
-
-    study = open_study(task, storage, study_name, read_only=True)
-    return run_trials(task, study, trials, worker, TrialObserver(), Observer())
+    task, storage, name, trials = job
+    study, server = open_study(task, storage, name, read_only=True), is_server(storage)
+    run_trials(task, study, Claims(study, claim_lock(storage, name), trials, worker, server=server))
 
 
 def _judge(study: Any, trials: int, workers: int, dead: list[str]) -> None:

@@ -37,8 +37,7 @@ from routepack_tune.reports.fit_figures import (
     plot_residuals,
 )
 from routepack_tune.tracking.fit_tracking import REGISTERED_PREFIX, fit_metrics, input_example, predict_frame, track_fit
-from routepack_tune.tracking.registry import tracking_at
-from routepack_tune.tracking.store import own_uri, quiet_mlflow
+from routepack_tune.tracking.store import own_uri, quiet_mlflow, tracking_at
 
 CONFIG = """
 model: tiny.json

@@ -18,9 +18,8 @@ from routepack_tune.tracking.registry import (
     planner_signature,
     promote,
     roll_back,
-    tracking_at,
 )
-from routepack_tune.tracking.store import own_uri, quiet_mlflow
+from routepack_tune.tracking.store import own_uri, quiet_mlflow, tracking_at
 
 
 @pytest.fixture

@@ -24,11 +24,13 @@ def test_costs_add_up_relative_to_the_defaults():
     assert objectives_of([SCORE, replace(SCORE, step_time_s=9.0)], TuneParams(hidden_planning_s=5)) == [0.95]
 
 
-def test_the_defaults_are_worth_exactly_one_on_every_batch():
-    task = make_task(hidden_planning_s=0.0)
-    scorer = Scorer(task)
+def test_the_defaults_under_another_name_are_planned_anew_and_cost_the_same_steps():
+    task = make_task()
+    other = replace(task, max_tokens=65, tables_by_cap={65: task.tables, 64: task.tables})  # a cap that never binds
     for index in reversed(task.tuned):
-        assert scorer.score(task.given_settings[0], index).value(0.0) == 1.0
+        ours, same = Scorer(task).score({}, index), Scorer(other).score({"max_tokens": 64}, index)
+        assert same.step_value == pytest.approx(1.0)
+        assert (same.step_time_s, same.reference_step_s) == (ours.step_time_s, ours.reference_step_s)
 
 
 def test_a_score_does_not_depend_on_the_order_of_batches():

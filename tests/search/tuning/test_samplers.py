@@ -1,13 +1,14 @@
 """Workers differ, one worker repeats itself, given settings come first, and what is wrong with them is named."""
 
+import itertools
+
 import pytest
-from small_tasks import FAST, make_task, new_study
+from small_tasks import FAST, make_task, new_study, run_here
 
 from profiler import RoutePackError
 from search import PlannerParams, Range, TuneParams
 from search.params import TUNABLE, tunable_ranges
-from search.tuning.samplers import distributions, draw, make_sampler
-from search.tuning.study import run_trials
+from search.tuning.samplers import distributions, make_sampler
 
 optuna = pytest.importorskip("optuna")
 
@@ -20,10 +21,10 @@ def small_space(monkeypatch):
         monkeypatch.setitem(TUNABLE, name, knob)
 
 
-def first_settings(task, worker):
+def first_settings(task, worker, finished=0):
     study = optuna.create_study()
-    study.sampler = make_sampler(task, worker, finished=0)
-    return [draw(study.ask(), distributions(task)) for _ in range(3)]
+    study.sampler = make_sampler(task, worker, finished)
+    return [study.ask(distributions(task)).params for _ in range(3)]
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes"])
@@ -38,34 +39,36 @@ def test_fc47_workers_of_one_seed_start_differently(sampler):
     assert one == first_settings(task, 0)
 
 
+def test_studies_of_neighbouring_seeds_share_no_stream():
+    """Sums of seed, worker and resumption would: seed 1's first worker would be seed 0's second."""
+    streams = [
+        first_settings(make_task(seed=seed), worker, finished)
+        for seed in range(3)
+        for worker in range(3)
+        for finished in (0, 1)
+    ]
+    assert not any(a == b for a, b in itertools.combinations(streams, 2))
+
+
 def test_fc47_one_worker_and_seed_reproduce_exactly():
     runs = []
     for _ in range(2):
         task = make_task(seed=3)
         study = new_study(task)
-        run_trials(task, study, 13, 0)  # beyond the random start: the model proposes too
+        run_here(task, study, 13)  # beyond the random start: the model proposes too
         runs.append([(t.params, t.state, t.values, dict(t.intermediate_values)) for t in study.trials])
     assert runs[0] == runs[1]
 
 
-def test_a_resumed_worker_does_not_propose_the_same_again():
-    task = make_task()
-    study = optuna.create_study()
-    study.sampler = make_sampler(task, 0, finished=0)
-    first = draw(study.ask(), distributions(task))
-    study.sampler = make_sampler(task, 0, finished=1)
-    assert draw(study.ask(), distributions(task)) != first
-
-
 def test_defaults_come_first_then_what_is_given_completed_by_the_defaults():
-    task = make_task(enqueue=[{"max_iterations": 300}, {"hot_temperature": 2.0, "max_iterations": 100}])
+    task = make_task(enqueue=[{"max_iterations": 300}, {"first_share": 0.3, "max_iterations": 100}])
     study = new_study(task)
-    run_trials(task, study, 3, 0)
+    run_here(task, study, 3)
     wanted = {name: getattr(task.base, name) for name in FAST}
     assert [t.params for t in study.trials] == [
         wanted,
         {**wanted, "max_iterations": 300},
-        {**wanted, "hot_temperature": 2.0, "max_iterations": 100},
+        {**wanted, "first_share": 0.3, "max_iterations": 100},
     ]
 
 

@@ -6,27 +6,17 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
-from tiny_study import make_task
+from small_tasks import make_task
 
 from profiler import RoutePackError
 from search import PlannerParams
-from search.tuning.storage import choose_storage, describe_difference, open_study, shown
+from search.tuning.storage import describe_difference, open_study, shown
 
 optuna = pytest.importorskip("optuna")
 
 
-def test_a_folder_holds_a_journal_with_what_an_earlier_version_left_in_sqlite(tmp_path):
-    study = open_study(make_task(), f"sqlite:///{tmp_path}/study.db", "s")
-    study.tell(study.ask(), 1.0)
-    storage = choose_storage(tmp_path)
-    assert storage == f"journal:{tmp_path}/study.journal"
-    assert [t.value for t in open_study(make_task(), storage, "s").trials] == [1.0]
-    assert choose_storage(tmp_path) == storage
-    assert len(open_study(make_task(), storage, "s").trials) == 1  # copied once
-
-
 def test_the_given_settings_are_tried_first(tmp_path):
-    task = replace(make_task(), enqueue=({"alternations": 3},))
+    task = replace(make_task(), enqueue=({"starts": 3},))
     study = open_study(task, f"journal:{tmp_path}/j", "s")
     open_study(task, f"journal:{tmp_path}/j", "s")  # resuming enqueues nothing more
     assert [t.system_attrs["fixed_params"] for t in study.trials] == task.given_settings
@@ -81,7 +71,7 @@ def test_no_password_is_shown(url, safe):
     [
         ("sqlite:////nonexistent/folder/x.db", "cannot be opened"),
         ("journal:/nonexistent/folder/x", "cannot be opened"),
-        ("nonsense://me:hidden@host/db", "driver"),
+        ("nonsense://me:hidden@host/db", "not known"),
         ("postgresql//me:hidden@host", "cannot be opened"),
         ("postgresql://me:hidden@127.0.0.1:1/db", "cannot be opened"),
     ],

@@ -9,13 +9,14 @@ import sys
 from dataclasses import replace
 
 import pytest
-from small_tasks import FAST, Recorder, make_task, new_study
+from small_tasks import FAST, make_task, new_study, run_here
 
 import search.tuning.objective
 from profiler import RoutePackError
 from search import Range, run_study
 from search.params import TUNABLE
-from search.tuning.study import MAX_REPEATS, run_trials, summarise
+from search.tuning.summary import summarise
+from search.tuning.trials import MAX_REPEATS
 
 optuna = pytest.importorskip("optuna")
 
@@ -29,17 +30,15 @@ def small_space(monkeypatch):
 
 
 def test_study_counts_the_total_and_starts_from_the_defaults(tmp_path):
-    storage, task, seen = f"sqlite:///{tmp_path}/study.db", make_task(), Recorder()
-    summary = run_study(task, storage, "s", 3, trial_observer=seen)
+    storage, task, seen = f"sqlite:///{tmp_path}/study.db", make_task(), []
+    summary = run_study(task, storage, "s", 3, listener=lambda records: seen.append([r.number for r in records]))
     assert sum(summary["trials"].values()) == 3
     assert summary["history"][0]["params"]["max_iterations"] == 1000
     assert summary["default"]["value"] == 1
     assert summary["names"] == {"tuned": ["step0", "step1", "step2"], "holdout": ["step3"]}
     assert summary["best"]["value"] == min(t["value"] for t in summary["history"] if t["state"] == "complete")
-    assert [number for number, *_ in seen.trials] == [0, 1, 2]
-    again = Recorder()
-    summary = run_study(task, storage, "s", 5, trial_observer=again)
-    assert [number for number, *_ in again.trials] == [3, 4]
+    assert seen == [[], [0], [0, 1], [0, 1, 2], [0, 1, 2]]
+    summary = run_study(task, storage, "s", 5)
     assert len(summary["history"]) == 5
     assert len(run_study(task, storage, "s", 5)["history"]) == 5
 
@@ -47,7 +46,7 @@ def test_study_counts_the_total_and_starts_from_the_defaults(tmp_path):
 def test_a_gain_that_is_not_proven_exports_the_defaults():
     task = make_task()
     study = new_study(task)
-    run_trials(task, study, 1, 0)
+    run_here(task, study, 1)
     summary = summarise(task, study)
     assert summary["export"] == "defaults"
     assert summary["best"]["number"] == summary["default"]["number"] == 0
@@ -58,15 +57,14 @@ def test_a_trial_that_loses_batch_by_batch_is_stopped_early(monkeypatch):
     monkeypatch.setitem(TUNABLE, "max_iterations", Range(100, 200_000, log=True, integer=True))
     # Long planning costs dearly here, and the given setting plans two hundred times as long as the defaults.
     task = make_task(batches=9, hidden_planning_s=0.0, enqueue=[{"max_iterations": 200_000}])
-    study, seen = new_study(task), Recorder()
-    run_trials(task, study, 2, 0, seen)
+    study = new_study(task)
+    told = run_here(task, study, 2)[1]
     loser = study.trials[1]
     assert loser.state.name == "PRUNED"
     assert len(loser.user_attrs["scores"]) == 3 < len(task.tuned)
-    number, state, metrics, reason = seen.trials[1]
-    assert (number, state) == (1, "pruned")
-    assert "3 of 7 batches" in reason
-    assert all(math.isfinite(value) for value in metrics.values())
+    assert (told.number, told.state) == (1, "pruned")
+    assert "3 of 7 batches" in told.reason
+    assert all(math.isfinite(value) for value in told.metrics.values())
     summary = summarise(task, study)
     assert summary["trials"]["pruned"] == 1
     assert summary["history"][1] == {"number": 1, "value": pytest.approx(summary["history"][1]["value"]),
@@ -74,13 +72,13 @@ def test_a_trial_that_loses_batch_by_batch_is_stopped_early(monkeypatch):
 
 
 def test_fc45_infeasible_settings_are_violations_with_their_reason_and_nothing_is_exported():
-    task, seen = make_task(cap=64), Recorder()
+    task = make_task(cap=64)
     task = replace(task, base=replace(task.base, max_received_rows=1))
     study = new_study(task)
-    run_trials(task, study, 2, 0, seen)
-    assert [(state, metrics) for _, state, metrics, _ in seen.trials] == [("infeasible", {})] * 2
-    assert [t.user_attrs["violation"] for t in study.trials] == [1.0, 1.0]
-    assert "max_received_rows = 1" in seen.trials[0][3]
+    seen = run_here(task, study, 2)
+    assert [(record.state, record.metrics) for record in seen] == [("infeasible", {})] * 2
+    assert [list(t.constraints.values()) for t in study.trials] == [[1.0], [1.0]]
+    assert "max_received_rows = 1" in seen[0].reason
     with pytest.raises(RoutePackError, match=r"No trial of study .* is feasible: .*max_received_rows"):
         summarise(task, study)
 
@@ -96,24 +94,23 @@ def test_fc45_a_non_finite_objective_never_completes_nor_wins(monkeypatch, bad):
         return replace(plan, predicted=replace(plan.predicted, step_time_s=bad))
 
     monkeypatch.setattr(search.tuning.objective, "plan_step", planned)
-    task, seen = make_task(enqueue=[{"max_iterations": 300}]), Recorder()
+    task = make_task(enqueue=[{"max_iterations": 300}])
     study = new_study(task)
-    run_trials(task, study, 3, 0, seen)
+    told = run_here(task, study, 3)[1]
     assert study.trials[1].state.name == "PRUNED"
     assert f"step time is {bad}" in study.trials[1].user_attrs["infeasible"]
-    assert seen.trials[1][1:3] == ("infeasible", {})
+    assert (told.state, told.metrics) == ("infeasible", {})
     assert summarise(task, study)["best"]["number"] != 1
 
 
 def test_repeated_settings_are_counted_but_not_planned_again_and_an_exhausted_space_ends(monkeypatch):
-    monkeypatch.delitem(TUNABLE, "hot_temperature")
+    monkeypatch.delitem(TUNABLE, "first_share")
     monkeypatch.delitem(TUNABLE, "stickiness")
     monkeypatch.setitem(TUNABLE, "max_iterations", replace(FAST["max_iterations"], low=999, high=1000))
-    task, seen = make_task(), Recorder()
+    task = make_task()
     study = new_study(task)
     study.enqueue_trial(task.given_settings[0])
-    done = run_trials(task, study, 50, 0, seen)
-    assert done == len(seen.trials) == 2
+    assert len(run_here(task, study, 50)) == 2
     counts = summarise(task, study)["trials"]
     assert counts["complete"] + counts["pruned"] == 2
     assert counts["duplicate"] >= MAX_REPEATS
@@ -122,7 +119,7 @@ def test_repeated_settings_are_counted_but_not_planned_again_and_an_exhausted_sp
 def test_two_objectives_give_a_front_and_never_plan_longer_than_the_defaults():
     task = make_task(two_objectives=True)
     study = new_study(task)
-    run_trials(task, study, 6, 0)
+    run_here(task, study, 6)
     summary = summarise(task, study)
     assert summary["trials"]["complete"] == 6
     front = [(point["step_value"], point["plan_value"]) for point in summary["pareto"]]
@@ -136,10 +133,37 @@ def test_two_objectives_give_a_front_and_never_plan_longer_than_the_defaults():
 def test_overhead_and_importances_are_told():
     task = make_task()
     study = new_study(task)
-    run_trials(task, study, 5, 0)
+    run_here(task, study, 5)
     summary = summarise(task, study)
     assert 0 < summary["overhead"]["planning_s"] <= summary["overhead"]["total_s"]
     assert set(summary["importances"]) <= set(FAST)
+
+
+def test_ctrl_c_leaves_no_trial_running_and_its_setting_gets_another_go(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    task = make_task()
+    study = new_study(task)
+    with monkeypatch.context() as patch:
+        patch.setattr(search.tuning.objective.Scorer, "score", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_here(task, study, 2)
+    assert [t.state.name for t in study.trials] == ["FAIL", "WAITING"]
+    assert run_here(task, study, 1)[0].setting["max_iterations"] == task.base.max_iterations
+
+
+def test_a_trial_that_another_machine_failed_meanwhile_does_not_end_its_worker(monkeypatch):
+    task = make_task()
+    study, real = new_study(task), search.tuning.objective.Scorer.score
+
+    def slow(scorer, setting, index):
+        if len(study.trials) == 1:
+            study.tell(0, state=optuna.trial.TrialState.FAIL)  # as if it had sent no heartbeats
+        return real(scorer, setting, index)
+
+    monkeypatch.setattr(search.tuning.objective.Scorer, "score", slow)
+    assert [record.number for record in run_here(task, study, 2)] == [1, 2]
 
 
 KILLED = """

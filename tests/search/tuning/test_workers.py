@@ -4,20 +4,49 @@ import builtins
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
-from tiny_study import Recorder, make_task
+from small_tasks import lasting_settings, make_task
 
 import search.tuning.claims
-from profiler import RoutePackError
-from search.tuning.claims import MAX_RETRIES, count_finished, fail_abandoned, next_trial, working_on
-from search.tuning.storage import open_study
-from search.tuning.workers import run_on_ray, run_workers
+from profiler import Observer, RoutePackError
+from search.tuning.claims import MAX_RETRIES, Claims, fail_abandoned, finished_trials
+from search.tuning.storage import claim_lock, is_server, open_study
+from search.tuning.trials import Watch
+from search.tuning.workers import run_workers
 
 optuna = pytest.importorskip("optuna")
+
+
+def run(task, storage, trials, workers, ray=False):
+    """Run a study with workers; return it and the numbers that a listener was told last."""
+    study, told = open_study(task, storage, "s"), []
+    watch = Watch(task, study, trials, Observer(), lambda records: told.append([record.number for record in records]))
+    run_workers(task, storage, study, trials, workers, watch, ray=ray)
+    watch.finish()
+    return study, told[-1]
+
+
+def claims(storage, target, worker=0):
+    """Open a study like a worker and return it with the worker's claims."""
+    study = open_study(make_task(), storage, "s")
+    return study, Claims(study, claim_lock(storage, "s"), target, worker, server=is_server(storage))
+
+
+def begin(study, ours):
+    """Begin a trial, or return None where none is missing."""
+    if not ours.take():
+        return None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Heartbeat of storage")
+        trial = study.ask()
+    ours.sign(trial)
+    return trial
 
 
 def kill_one_in_a_trial(storage, killed, only_one=True):
@@ -40,46 +69,39 @@ def kill_one_in_a_trial(storage, killed, only_one=True):
                 return
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("journal", 2), ("postgresql", 4)])
-def test_one_killed_in_a_trial_loses_nothing_and_its_setting_is_tried_again(tmp_path, kind, workers, request):
-    storage = request.getfixturevalue("postgresql") if kind == "postgresql" else f"journal:{tmp_path}/j"
-    name, task, seen, killed = "s", make_task(enqueued=9), Recorder(), {}
-    study = open_study(task, storage, name, new_study=True)
-    assert study.study_name == name
+@pytest.fixture(params=["journal", "postgresql"])
+def storage(request, tmp_path):
+    return request.getfixturevalue("postgresql") if request.param == "postgresql" else f"journal:{tmp_path}/j"
+
+
+def test_one_killed_in_a_trial_loses_nothing_and_its_setting_is_tried_again(storage):
+    task, killed = make_task(enqueue=lasting_settings(9)), {}
+    open_study(task, storage, "s")
     killer = threading.Thread(target=kill_one_in_a_trial, args=(storage, killed), daemon=True)
     killer.start()
-    with pytest.warns(UserWarning, match=r"1 of \d workers died, the others went on: worker \d was ended by SIGKILL"):
-        run_workers(task, storage, name, 8, workers, trial_observer=seen)
+    with pytest.warns(UserWarning, match=r"1 of 3 workers died, the others went on: worker \d was ended by SIGKILL"):
+        study, told = run(task, storage, 8, 3)
     trials = study.get_trials()
     (number,) = killed.values()
     finished = [t.number for t in trials if t.state.name in ("COMPLETE", "PRUNED")]
     assert trials[number].state.name == "FAIL"
     assert len(finished) == 8  # the total, neither more nor less
-    assert sorted(seen.numbers) == finished  # each reported once
+    assert told == finished
     again = [t for t in trials if t.user_attrs.get("retry_of") == number]
     assert [t.params for t in again] == [trials[number].params]
+    assert "RUNNING" not in {t.state.name for t in trials}
     assert multiprocessing.active_children() == []
-
-
-def test_resumed_workers_report_what_no_parent_reported_and_nothing_twice(tmp_path):
-    storage, task, first, second = f"journal:{tmp_path}/j", make_task(enqueued=3), Recorder(), Recorder()
-    study = open_study(task, storage, "s")
-    run_workers(task, storage, "s", 2, 1, trial_observer=first)
-    assert first.numbers == [0, 1]
-    (key,) = [key for key in study.user_attrs if key.startswith("reported")]
-    study.set_user_attr(key, [0])  # as if that parent had been killed before it told of trial 1
-    run_workers(task, storage, "s", 3, 1, trial_observer=second)
-    assert second.numbers == [1, 2]
 
 
 def test_all_killed_is_an_error_that_says_of_what(tmp_path):
     storage, killed = f"journal:{tmp_path}/j", {}
-    open_study(make_task(), storage, "s")
+    task = make_task()
+    open_study(task, storage, "s")
     killer = threading.Thread(target=kill_one_in_a_trial, args=(storage, killed, False), daemon=True)
     killer.start()
     with pytest.raises(RoutePackError, match=r"All 1 workers .* died with \d+ of 500 .*SIGKILL \(out of memory\?\)"):
-        run_workers(make_task(), storage, "s", 500, 1)
-    states = {t.state.name for t in open_study(make_task(), storage, "s").trials}
+        run(task, storage, 500, 1)
+    states = {t.state.name for t in open_study(task, storage, "s").trials}
     assert "RUNNING" not in states
 
 
@@ -87,66 +109,97 @@ def test_what_a_worker_said_last_is_shown(tmp_path, monkeypatch):
     (tmp_path / "optuna.py").write_text("raise RuntimeError('broken on purpose')")
     monkeypatch.syspath_prepend(tmp_path)  # children import it, this process has the real one
     with pytest.raises(RoutePackError, match=r"worker 0 ended with exit code 1: .*broken on purpose"):
-        run_workers(make_task(), f"journal:{tmp_path}/j", "s", 2, 1)
+        run(make_task(), f"journal:{tmp_path}/j", 2, 1)
 
 
-def test_claims_never_exceed_the_target_and_the_last_one_goes_to_whoever_is_left(tmp_path, monkeypatch):
-    storage = f"journal:{tmp_path}/j"
-    one, two = open_study(make_task(), storage, "s"), open_study(make_task(), storage, "s")
-    first, claimed = next_trial(one, 1, 0), []
-    waiting = threading.Thread(target=lambda: claimed.append(next_trial(two, 1, 1)), daemon=True)
+def test_claims_never_exceed_the_target_and_the_last_one_goes_to_whoever_is_left(storage):
+    (one, first), (two, second) = (claims(storage, 1, worker) for worker in range(2))
+    trial, claimed = begin(one, first), []
+    waiting = threading.Thread(target=lambda: claimed.append(begin(two, second)), daemon=True)
     waiting.start()
     waiting.join(1)
     assert waiting.is_alive()  # no place is free, none is certain either
-    one.tell(first, state=optuna.trial.TrialState.FAIL)
+    one.tell(trial, state=optuna.trial.TrialState.FAIL)
     waiting.join(20)
     assert [trial.number for trial in claimed] == [1]
     two.tell(claimed[0], 1.0)
-    assert next_trial(one, 1, 0) is None
+    assert begin(one, first) is None
 
 
-def test_a_claim_too_many_is_given_back_with_its_setting(tmp_path, monkeypatch):
-    storage = f"journal:{tmp_path}/j"
-    one, two = (open_study(make_task(), storage, "s") for _ in range(2))
-    two.enqueue_trial({"starts": 2})
-    asked, rivals = one.ask, []
+def test_nobody_begins_between_anothers_look_and_its_beginning(storage):
+    (one, first), (two, second) = (claims(storage, 1, worker) for worker in range(2))
+    assert first.take()
+    begun = []
+    waiting = threading.Thread(target=lambda: begun.append(begin(two, second)), daemon=True)
+    waiting.start()
+    waiting.join(1)
+    assert waiting.is_alive()
+    trial = one.ask()
+    first.sign(trial)
+    one.tell(trial, 1.0)
+    waiting.join(20)
+    assert begun == [None]
+    assert len(one.trials) == 1
 
-    def ask_after_another():
-        rivals.append(two.ask())
-        monkeypatch.setattr(one, "ask", asked)
-        two.tell(rivals[0], 1.0)
-        return asked()
 
-    monkeypatch.setattr(one, "ask", ask_after_another)
-    assert next_trial(one, 1, 0) is None
-    assert [t.state.name for t in one.trials] == ["COMPLETE", "WAITING"]
-    assert next_trial(one, 2, 0).suggest_int("starts", 1, 4) == 2
+CLAIM = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from test_workers import claims
+study, ours = claims({storage!r}, 9)
+assert ours.take()
+if {asks}:
+    study.ask().suggest_int("starts", 1, 4)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_killed_while_it_claims_it_holds_nobody_up_and_leaves_no_trial_running(storage, asks):
+    path = [os.path.dirname(__file__), *[p for p in sys.path if p]]
+    study, ours = claims(storage, 1)
+    code = CLAIM.format(path=path, storage=storage, asks=asks)
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    trial = begin(study, ours)
+    assert trial.number == int(asks)
+    assert [t.state.name for t in study.trials[: trial.number]] == ["FAIL"] * asks
 
 
 def test_a_setting_that_always_kills_is_given_up(tmp_path):
-    study = open_study(make_task(), f"journal:{tmp_path}/j", "s")
+    study, ours = claims(f"journal:{tmp_path}/j", 9)
     for _ in range(MAX_RETRIES + 1):
-        trial = next_trial(study, 9, 0)
+        trial = begin(study, ours)
         trial.set_user_attr("started", 1)  # a process of that number that is long gone
-        fail_abandoned(study)
-    assert [t.state.name for t in study.trials] == ["FAIL"] * (MAX_RETRIES + 1)
-    assert [t.user_attrs.get("retries", 0) for t in study.trials] == list(range(MAX_RETRIES + 1))
+    assert begin(study, ours).number == MAX_RETRIES + 1
+    states = [t.state.name for t in study.trials]
+    assert states == [*["FAIL"] * (MAX_RETRIES + 1), "RUNNING"]
+    assert [t.user_attrs.get("retries", 0) for t in study.trials] == [*range(MAX_RETRIES + 1), 0]
 
 
 def test_a_worker_of_another_machine_is_known_by_its_heartbeats(postgresql, monkeypatch):
     monkeypatch.setattr("search.tuning.storage.HEARTBEAT_S", 1)
     monkeypatch.setattr("search.tuning.storage.GRACE_S", 2)
-    study = open_study(make_task(), postgresql, "s")
-    monkeypatch.setattr(search.tuning.claims, "_machine", lambda: "another")
-    alive, silent = next_trial(study, 9, 0), next_trial(study, 9, 1)
-    monkeypatch.undo()
-    with working_on(study, alive):
+    study, ours = claims(postgresql, 9)
+    monkeypatch.setattr(search.tuning.claims, "machine", lambda: "another")
+    seen = []
+
+    def watched(trial):
+        ours.sign(trial)
+        monkeypatch.undo()
         end = time.monotonic() + 30
-        while study.trials[silent.number].state.name == "RUNNING" and time.monotonic() < end:
+        while time.monotonic() < end:
             time.sleep(0.2)
-            fail_abandoned(study)
-        states = [study.trials[t.number].state.name for t in (alive, silent)]
-    assert states == ["RUNNING", "FAIL"]
+            fail_abandoned(study, claim_lock(postgresql, "s"), True)
+            seen[:] = [t.state.name for t in study.trials]
+            if "FAIL" in seen:
+                break
+        return 1.0
+
+    silent = begin(study, ours)
+    study._storage.record_heartbeat(silent._trial_id)  # the last one it sent
+    ours.take()
+    study.optimize(watched, n_trials=1)
+    assert seen[:2] == ["FAIL", "RUNNING"]
 
 
 def test_without_ray_the_way_out_is_said(tmp_path, monkeypatch):
@@ -159,7 +212,7 @@ def test_without_ray_the_way_out_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(RoutePackError, match=r"routepack-tune\[ray\]"):
-        run_on_ray(make_task(), f"journal:{tmp_path}/j", "s", 1, 1)
+        run(make_task(), f"journal:{tmp_path}/j", 1, 1, ray=True)
 
 
 @pytest.mark.slow
@@ -168,10 +221,8 @@ def test_ray_tasks_share_a_study(tmp_path):
     path = os.pathsep.join(p for p in sys.path if p)
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
     try:
-        seen, storage = Recorder(), f"journal:{tmp_path}/j"
-        run_on_ray(make_task(), storage, "s", 5, 2, trial_observer=seen)
+        study, told = run(make_task(), f"journal:{tmp_path}/j", 5, 2, ray=True)
     finally:
         ray.shutdown()
-    study = open_study(make_task(), storage, "s")
-    assert count_finished(study) == len(seen.numbers) == 5
+    assert len(finished_trials(study)) == len(told) == 5
     assert {t.user_attrs["worker"] for t in study.trials if t.state.is_finished()} == {0, 1}
