@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from profiler.published.tables import EXCHANGES
-
 FLOAT8 = "float8_e4m3fn"
+EXCHANGES = {"nccl": "nccl_perf", "deepep": "deepep_normal_perf"}
+"""Libraries whose all-to-all published tables (their names) are read, one at a time: a job exchanges through one of them."""
 DTYPES = ("auto", "bfloat16", "float16", "float32", FLOAT8)
 
 

@@ -33,9 +33,9 @@ from profiler.device.fingerprint import GIB, DeviceFingerprint
 from profiler.errors import RoutePackError
 from profiler.files import file_hash
 from profiler.measurements import SCHEMA_VERSION, WHOLE_COLUMNS, Measurements
-from profiler.params import FLOAT8
+from profiler.params import EXCHANGES, FLOAT8
 from profiler.published.routing_counts import balanced_counts, hottest_rank_counts, local_features, power_law_counts
-from profiler.published.tables import EXCHANGES, PublishedFolder, find_tables, read_system, read_table
+from profiler.published.tables import PublishedFolder, find_tables, read_system, read_table
 
 SIXTEEN_BIT = ("float16", "bfloat16", "half")
 KEY_SEED = 20260812

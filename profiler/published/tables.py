@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from profiler.errors import RoutePackError
+from profiler.params import EXCHANGES
 
 LAYOUT = "<framework>/<version>/<op>_perf.txt or <framework>-<version>/<op>_perf.parquet, with system.yaml"
 CELL = ("batch_size", "isl", "num_heads", "kv_cache_dtype")
@@ -27,8 +28,6 @@ MAY_BE_ZERO = ("dispatch_notify_us", "combine_notify_us")
 LATENCIES = {"deepep_normal_perf": ("dispatch_transmit_us", "combine_transmit_us", *MAY_BE_ZERO)}
 """Columns of times where a table has others than one ``latency`` in milliseconds."""
 RENAMED = {"wideep_deepep_normal_perf": "deepep_normal_perf"}
-EXCHANGES = {"nccl": "nccl_perf", "deepep": "deepep_normal_perf"}
-"""Libraries whose all-to-all tables are read, one at a time: a job exchanges through one of them."""
 TEXT = {"device", "kernel_source", "op_name", "distribution", "framework", "version"}
 
 
