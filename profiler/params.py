@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 FLOAT8 = "float8_e4m3fn"
 EXCHANGES = {"nccl": "nccl_perf", "deepep": "deepep_normal_perf"}
-"""Libraries whose all-to-all published tables (their names) are read, one at a time: a job exchanges through one of them."""
+"""Libraries whose all-to-all can be imported, with the name of their published table; a job exchanges through one."""
 DTYPES = ("auto", "bfloat16", "float16", "float32", FLOAT8)
 
 
