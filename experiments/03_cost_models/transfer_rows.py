@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from costmodels import CostModel, FitParams
-from costmodels.features import Columns
+from costmodels.choose import choose_points
+from costmodels.features import Columns, Operation
 from costmodels.fit import fit_operation
 from costmodels.fit_prior import add_prior
 from costmodels.learned.predictor import OperationModel
 from costmodels.learned.validation import family_groups
 from costmodels.operations.catalog import OPERATIONS
-from costmodels.points import choose_points, random_points
 from profiler import DeviceFingerprint, Measurements, Topology, import_published, load_model
 
 PAIRS = (("h200_sxm", "h100_sxm"), ("h100_sxm", "h200_sxm"))
@@ -120,6 +120,12 @@ def new_gpu(
                 model, _ = add_prior(own, held_out, table.take(fresh), params, table.fingerprint, [prior()])
                 found.append(_errors(model, table, np.setdiff1d(everything, fresh)))
             yield _row(task, gpu, count, found)
+
+
+def random_points(operation: Operation, candidates: Columns, count: int, seed: int = 0) -> np.ndarray:
+    """Return ``count`` positions drawn evenly: what a design must beat."""
+    total = candidates[operation.size[0]].size
+    return np.sort(np.random.default_rng(seed).choice(total, min(count, total), replace=False))
 
 
 def unseen_shape(table: Table, prior: CostModel, gpu: str, params: FitParams, shapes: int | None = None) -> Rows:
