@@ -20,7 +20,7 @@ from costmodels.choose import choose_points
 from costmodels.features import Columns, Operation
 from costmodels.fit import fit_operation
 from costmodels.fit_prior import add_prior
-from costmodels.learned.predictor import OperationModel
+from costmodels.learned.predictor import Predictor
 from costmodels.learned.validation import family_groups
 from costmodels.operations.catalog import OPERATIONS
 from profiler import DeviceFingerprint, Measurements, Topology, import_published, load_model
@@ -193,7 +193,7 @@ def _only(table: Table, wanted: dict[str, tuple[int, ...]]) -> Table:
     return Table(table.op, table.fingerprint, table.take(kept), table.quiet[kept])
 
 
-def _errors(model: OperationModel, table: Table, index: np.ndarray) -> np.ndarray:
+def _errors(model: Predictor, table: Table, index: np.ndarray) -> np.ndarray:
     asked = table.take(index)
     predicted, _ = model.predict_us({name: asked[name] for name in OPERATIONS[table.op].features})
     return np.asarray(100.0 * np.abs(predicted / asked["time_us"] - 1.0))
