@@ -1,7 +1,7 @@
 """The cost model as an artifact: a folder of text trees, JSON and arrays, and the prices asked of it.
 
 Folder: ``costmodel.json`` (what was fitted, from what, how wrong), ``residuals/*.npz`` (per operation and direction:
-LightGBM's text format as bytes, kernels, curves and overrides as plain arrays, no pickle), ``tables.npz`` (all that
+LightGBM's text format as bytes, curves as plain arrays, no pickle), ``tables.npz`` (all that
 planning loads), ``parity.npz`` (true and predicted times of held-out rows, for pictures).
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.learned.predictor import OperationModel
-from costmodels.learned.prior import load_operation, save_operation
+from costmodels.learned.files import load_model, save_model
+from costmodels.learned.predictor import Predictor
 from costmodels.learned.validation import HeldOut
 from costmodels.params import FitParams
 from costmodels.tables import StepTables, npz_bytes
@@ -64,7 +64,7 @@ def _summary(model: str, topology: Mapping[str, int], max_tokens: int) -> str:
 class CostModel:
     """Hold one fitted model per operation and direction, and the tables frozen from them."""
 
-    models: dict[tuple[str, str], OperationModel]
+    models: dict[tuple[str, str], Predictor]
     params: FitParams
     fingerprint: DeviceFingerprint
     spec: ModelSpec
@@ -82,11 +82,10 @@ class CostModel:
         found: dict[str, Any] = {
             f"{name}/{direction}": {
                 "kind": model.kind,
-                "rows": model.rows,
-                "flagged_rows": model.flagged_rows,
-                "overrides": 0 if model.overrides is None else int(model.overrides.time_us.size),
+                "rows": model.own.rows,
+                "flagged_rows": model.own.flagged_rows,
                 "reasons": list(model.reasons),
-                "mixes": {regime: list(mix) for regime, mix in model.mixes.items()},
+                "mixes": {regime: list(mix) for regime, mix in model.own.mixes.items()},
                 **model.validation,
             }
             for (name, direction), model in self.models.items()
@@ -101,13 +100,8 @@ class CostModel:
             return 1.0
         return self.params.attention_backward_factor if op.endswith("attention") else self.params.gemm_backward_factor
 
-    def predict_us(
-        self, op: str, direction: str, features: Mapping[str, np.ndarray], overrides: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def predict_us(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return microseconds and a mark per row: whether it lies outside what was timed.
-
-        ``overrides`` asks for the measured time of points that were left out of the fit as inconsistent with their
-        neighbours; frozen tables never use them, for a planner would dodge or seek single points.
 
         Raises
         ------
@@ -116,28 +110,14 @@ class CostModel:
         """
         model, factor = self.model_of(op, direction)
         time_us, extrapolated = model.predict_us(features)
-        if overrides:
-            measured_us = model.override_us(features)
-            known = np.isfinite(measured_us)
-            time_us, extrapolated = np.where(known, measured_us, time_us), extrapolated & ~known
         return time_us * factor, extrapolated
-
-    def half_width(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return every row's half-width h of the 90 % interval, from time / (1 + h) to time * (1 + h); NaN if unknown.
-
-        Raises
-        ------
-        RoutePackError
-            As :meth:`predict_us`.
-        """
-        return self.model_of(op, direction)[0].half_width(features)
 
     def floor_us(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> float:
         """Return the time of one call with nothing to do, microseconds."""
         model, factor = self.model_of(op, direction)
-        return model.floor_us(features) * factor
+        return model.own.floor_us(features) * factor
 
-    def model_of(self, op: str, direction: str) -> tuple[OperationModel, float]:
+    def model_of(self, op: str, direction: str) -> tuple[Predictor, float]:
         """Return the model that prices an operation in a direction, and the factor on its times."""
         if direction not in ("forward", "backward"):
             raise RoutePackError(f"Unknown direction {direction!r}: give 'forward' or 'backward'.")
@@ -161,7 +141,7 @@ class CostModel:
         if (tables := self.tables) is None:
             raise ValueError("Expected a cost model with frozen tables; set `tables` to what `freeze_tables` returns.")
         with new_folder(folder) as new:
-            entries = {f"{name}-{direction}": save_operation(new, m) for (name, direction), m in self.models.items()}
+            entries = {f"{name}-{direction}": save_model(new, m) for (name, direction), m in self.models.items()}
             tables.save(new / TABLES_FILE)
             write_bytes(new / "parity.npz", npz_bytes(_parity_arrays(self.parity)))
             header = {
@@ -199,9 +179,9 @@ class CostModel:
                 "Run `routepack fit` again, or update routepack-tune."
             )
         try:
-            models = [load_operation(folder, entry) for entry in header["operations"].values()]
+            models = [load_model(folder, entry) for entry in header["operations"].values()]
             return cls(
-                models={(model.operation.name, model.direction): model for model in models},
+                models={(model.own.operation.name, model.own.direction): model for model in models},
                 params=FitParams(**header["params"]),
                 fingerprint=DeviceFingerprint.from_dict(header["fingerprint"]),
                 spec=ModelSpec(**header["model"]),

@@ -14,8 +14,8 @@ from costmodels.features import Columns, Operation, size_of
 from costmodels.fit_prior import add_prior
 from costmodels.freezing.freeze import freeze_tables, table_errors
 from costmodels.learned.baseline import fit_baseline
-from costmodels.learned.intervals import LEVEL, Intervals, calibrate, coverage
-from costmodels.learned.predictor import OperationModel, Overrides
+from costmodels.learned.intervals import LEVEL, WIDENING, Intervals, calibrate, coverage
+from costmodels.learned.predictor import OperationModel, Predictor
 from costmodels.learned.ranges import shape_ranges
 from costmodels.learned.residual import Mix, fit_residual
 from costmodels.learned.validation import (
@@ -83,13 +83,11 @@ def fit_cost_model(
     models, parity = {}, {}
     observer.start("fit", len(present) + 1)
     for operation, direction, rows in present:
-        model, held_out = fit_operation(operation, direction, rows, params)
+        own, held_out = fit_operation(operation, direction, rows, params)
         flagged = _usable(batches, operation.name, direction, flagged=True)
-        count = int(flagged["time_us"].size) if flagged else 0
-        overrides = Overrides.of(operation, flagged)
-        model = replace(model, flagged_rows=count, overrides=overrides)
+        model: Predictor = replace(own, flagged_rows=int(flagged["time_us"].size) if flagged else 0)
         if priors:
-            model, held_out = add_prior(model, held_out, rows, params, fingerprint, priors)
+            model, held_out = add_prior(model.own, held_out, rows, params, fingerprint, priors)
         models[operation.name, direction] = model
         if held_out is not None:
             parity[f"{operation.name}_{direction}"] = held_out
@@ -165,13 +163,13 @@ def _intervals(
     operation: Operation, columns: Columns, found: dict[str, HeldOut | None]
 ) -> tuple[Intervals | None, dict[str, Any]]:
     """Return calibrated half-widths and what share of held-out rows they cover, for the report."""
-    sizes, shapes, largest = found[SIZES], found.get(SHAPES), found[LARGEST]
+    sizes, largest = found[SIZES], found[LARGEST]
     if sizes is None:
         return None, {}
     size, groups, error = size_of(operation, columns), size_groups(operation, columns), _log_error(sizes)
     # Calibrated on sizes with smaller and larger ones on both sides: what "inside the timed range" means.
     inside = (groups > groups.min()) & (groups < groups.max())
-    intervals = calibrate(size[inside], error[inside], None if shapes is None else _log_error(shapes))
+    intervals = calibrate(size[inside], error[inside])
     if intervals is None:
         return None, {}
     inside_pct = coverage(size[inside], error[inside], groups[inside])
@@ -180,11 +178,9 @@ def _intervals(
         report["inside_pct"] = round(100.0 * inside_pct, 1)
     if largest is not None:
         beyond = groups >= np.unique(groups)[-LARGEST_GROUPS]
-        everywhere = np.ones(int(beyond.sum()), dtype=bool)
-        half = np.log1p(intervals.half_widths(size[beyond], everywhere, everywhere))
+        half = WIDENING * intervals.half_widths(size[beyond])
         report["largest_sizes_pct"] = round(100.0 * float((_log_error(largest) <= half).mean()), 1)
-    widths = 100.0 * intervals.half_widths(size, np.ones(size.size, dtype=bool), np.zeros(size.size, dtype=bool))
-    report["median_half_width_pct"] = round(float(np.median(widths)), 2)
+    report["median_half_width_pct"] = round(100.0 * float(np.expm1(np.median(intervals.half_widths(size)))), 2)
     return intervals, {"intervals": report}
 
 

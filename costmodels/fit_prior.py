@@ -15,7 +15,7 @@ import numpy as np
 from costmodels.features import Columns, Operation, Parameter, size_of
 from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.intervals import calibrate
-from costmodels.learned.predictor import OperationModel
+from costmodels.learned.predictor import OperationModel, Predictor
 from costmodels.learned.prior import (
     GAUSSIAN,
     PRIOR_RESIDUAL,
@@ -65,7 +65,7 @@ class _Rows:
     operation: Operation
     columns: Columns
     time_us: np.ndarray
-    source: OperationModel
+    source: Predictor
     residual: np.ndarray
     inputs: Columns
     name: str
@@ -73,7 +73,7 @@ class _Rows:
 
     @classmethod
     def of(
-        cls, operation: Operation, columns: Columns, time_us: np.ndarray, prior: CostModel, source: OperationModel
+        cls, operation: Operation, columns: Columns, time_us: np.ndarray, prior: CostModel, source: Predictor
     ) -> _Rows:
         residual = prior_residual(source, columns)
         inputs = {**operation.derive(columns), PRIOR_RESIDUAL: residual}
@@ -83,7 +83,7 @@ class _Rows:
     def refit(self, keep: np.ndarray, params: FitParams) -> dict[str, float]:
         """Return the baseline's parameters for the kept rows, pulled to the source's at the speed of this device."""
         known = self.operation.parameters
-        centred = {n: Parameter(v, known[n].unit, known[n].device_power) for n, v in self.source.parameters.items()}
+        centred = {n: Parameter(v, known[n].unit, known[n].device_power) for n, v in self.source.own.parameters.items()}
         kept = {name: column[keep] for name, column in self.columns.items()}
         # baseline x residual = time is the same as baseline = time / residual.
         target = self.time_us[keep] / np.exp(self.residual[keep])
@@ -121,7 +121,7 @@ def add_prior(
     params: FitParams,
     fingerprint: DeviceFingerprint,
     priors: Sequence[CostModel],
-) -> tuple[OperationModel, HeldOut | None]:
+) -> tuple[Predictor, HeldOut | None]:
     """Return the own model joined to the best prior, or the own model with the reason why no prior helps.
 
     ``rows`` holds raw features and ``time_us`` of this GPU; ``held_out`` is the own model's validation on unseen sizes.
@@ -143,22 +143,19 @@ def add_prior(
     if folds.get(SIZES) is None:
         prior = data.fit(everything, (), params)
         reason = f"{why}; {time_us.size} rows cannot tell whether it helps"
-        return TransferredModel.of(own, prior, reasons=(*own.reasons, reason)), held_out
+        return TransferredModel(own, prior, (*own.reasons, reason), own.validation, own.intervals), held_out
     verdict = _judge(data, own, held_out, folds, params)
     if not any(verdict.shares.values()):
         reason = f"{why}: refused, {verdict.sentence}"
         return replace(own, reasons=(*own.reasons, reason)), held_out
     # Where no shape could be held out, what helps in unseen sizes is taken to help in unseen shapes.
     shares = (verdict.shares[SIZES], verdict.shares.get(SHAPES, float(verdict.shares[SIZES] > 0)))
-    errors = {split: np.abs(np.log(found.model_us / time_us)) for split, found in verdict.found.items()}
-    prior = replace(
-        data.fit(everything, verdict.parts, params), seen_share=shares[0], unseen_share=shares[1],
-        intervals=calibrate(size_of(operation, columns), errors[SIZES], errors.get(SHAPES)),
-    )  # fmt: skip
+    errors = np.abs(np.log(verdict.found[SIZES].model_us / time_us))
+    prior = replace(data.fit(everything, verdict.parts, params), seen_share=shares[0], unseen_share=shares[1])
     validation = {**own.validation, **{split: _joined(own, split, verdict) for split in verdict.found}}
     reason = f"{why}: {verdict.sentence}; discrepancy by {' + '.join(verdict.parts) or 'the refit alone'}"
-    model = TransferredModel.of(own, prior, reasons=(*own.reasons, reason), validation=validation)
-    return model, verdict.found[SIZES]
+    intervals = calibrate(size_of(operation, columns), errors)
+    return TransferredModel(own, prior, (*own.reasons, reason), validation, intervals), verdict.found[SIZES]
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,7 @@ class _Verdict:
 
 
 def _choose(
-    operation: Operation, columns: Columns, time_us: np.ndarray, offered: list[tuple[CostModel, OperationModel]],
+    operation: Operation, columns: Columns, time_us: np.ndarray, offered: list[tuple[CostModel, Predictor]],
     fingerprint: DeviceFingerprint, folds: dict[str, np.ndarray], params: FitParams,
 ) -> tuple[_Rows, str]:  # fmt: skip
     """Return the rows seen through the best prior, and a clause that says which and why."""

@@ -51,7 +51,7 @@ def _shape_notes(pricer: Pricer) -> list[str]:
         model = pricer.model.model_of(op, "forward")[0]
         if model.knows(shape) is None:
             named = ", ".join(f"{name} {value}" for name, value in shape.items())
-            how = "the physics baseline alone" if model.unseen is None else "the learned model of other shapes"
+            how = "the physics baseline alone" if model.own.unseen is None else "the learned model of other shapes"
             notes.append(f"{op}: shape ({named}) has no measured rows: extrapolated by {how}")
     for (op, direction), fitted in sorted(pricer.model.models.items()):
         if fitted.kind == "baseline":

@@ -1,12 +1,13 @@
 """One operation's model as files: an entry of ``costmodel.json`` and an ``.npz`` of plain arrays beside it.
 
 LightGBM's text lies in the ``.npz`` as bytes: it shrinks to a third there. What is read back predicts the same bits.
+The model of a sibling GPU that a model rests on is saved whole, in a folder below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 from costmodels.features import Operation
 from costmodels.learned.curves import Curves
 from costmodels.learned.intervals import Intervals
-from costmodels.learned.predictor import OperationModel, Overrides
+from costmodels.learned.predictor import OperationModel, Predictor
+from costmodels.learned.prior import Discrepancy, Prior, TransferredModel
 from costmodels.learned.smooth import Kernel
 from costmodels.learned.trees import Trees
 from costmodels.operations.catalog import OPERATIONS
@@ -24,60 +26,75 @@ from profiler import RoutePackError
 from profiler.files import file_hash, write_bytes
 
 Arrays = dict[str, np.ndarray]
+PRIOR_FOLDER = "prior"
+TEXTS = ("text", "linear_text")
+"""Fields of trees that lie among the arrays."""
+KINDS: dict[str, type[Any]] = {
+    "seen": Trees,
+    "unseen": Trees,
+    "smooth": Kernel,
+    "unseen_smooth": Kernel,
+    "curves": Curves,
+    "discrepancy_gaussian": Kernel,
+    "discrepancy_trees": Trees,
+}
+"""Members by their role."""
 
 
-def save_model(folder: Path, model: OperationModel) -> dict[str, Any]:
-    """Write the arrays of one operation's model below ``folder`` and return its entry, ready for JSON."""
-    operation = model.operation
+def save_model(folder: Path, model: Predictor) -> dict[str, Any]:
+    """Write the arrays of one operation's model, and of a prior it rests on, and return its entry, ready for JSON."""
+    own, operation = model.own, model.own.operation
+    arrays: Arrays = {}
+    members = {
+        role: _put(arrays, role, getattr(own, role))
+        for role in ("seen", "unseen", "smooth", "unseen_smooth", "curves")
+        if getattr(own, role) is not None
+    }
     entry: dict[str, Any] = {
         "operation": operation.name,
-        "direction": model.direction,
+        "direction": own.direction,
         "kind": model.kind,
-        "rows": model.rows,
-        "flagged_rows": model.flagged_rows,
+        "rows": own.rows,
+        "flagged_rows": own.flagged_rows,
         "reasons": list(model.reasons),
         "features": dict(operation.features),
         "shape": list(operation.shape),
-        "shapes": [{"shape": list(shape), "ranges": dict(ranges)} for shape, ranges in model.shapes.items()],
+        "shapes": [{"shape": list(shape), "ranges": dict(ranges)} for shape, ranges in own.shapes.items()],
         "baseline": {
-            name: {"value": model.parameters[name], "unit": parameter.unit}
+            name: {"value": own.parameters[name], "unit": parameter.unit}
             for name, parameter in operation.parameters.items()
         },
-        "empty_us": model.empty_us,
-        "mixes": {regime: list(mix) for regime, mix in model.mixes.items()},
-        "intervals": None if model.intervals is None else model.intervals.to_json(),
+        "empty_us": own.empty_us,
+        "mixes": {regime: list(mix) for regime, mix in own.mixes.items()},
+        "intervals": None if model.intervals is None else asdict(model.intervals),
         "validation": model.validation,
-        "members": {},
+        "members": members,
     }
-    arrays: Arrays = {}
-    for role, trees in (("seen", model.seen), ("unseen", model.unseen)):
-        if trees is not None:
-            arrays[f"{role}_text"] = _bytes(trees.text)
-            arrays[f"{role}_linear_text"] = _bytes(trees.linear_text)
-            arrays[f"{role}_limits"] = np.array(trees.limits)
-            entry["members"][role] = {"inputs": list(trees.names)}
-    for role, kernel in (("smooth", model.smooth), ("unseen_smooth", model.unseen_smooth)):
-        if kernel is not None:
-            arrays |= {f"{role}_{name}": getattr(kernel, name) for name in KERNEL_ARRAYS}
-            arrays[f"{role}_limits"] = np.array(kernel.limits)
-            entry["members"][role] = {
-                "inputs": list(kernel.names), "radial": kernel.radial, "length": kernel.length, "offset": kernel.offset,
-            }  # fmt: skip
-    for role, held in (("curves", model.curves), ("overrides", model.overrides)):
-        if held is not None:
-            arrays |= {f"{role}_{one.name}": getattr(held, one.name) for one in fields(held)}
-            entry["members"][role] = {}
+    if isinstance(model, TransferredModel):
+        entry["prior"] = _save_prior(folder, model.prior, arrays)
     if arrays:
-        name = f"residuals/{operation.name}-{model.direction}.npz"
+        name = f"residuals/{operation.name}-{own.direction}.npz"
         write_bytes(folder / name, npz_bytes(arrays))
         entry |= {"file": name, "sha256": file_hash(folder / name)}
     return entry
 
 
-KERNEL_ARRAYS = ("centre", "scale", "points", "weights", "slope")
+def _save_prior(folder: Path, prior: Prior, arrays: Arrays) -> dict[str, Any]:
+    found = prior.discrepancy
+    parts = {"discrepancy_gaussian": found.gaussian, "discrepancy_trees": found.trees}
+    return {
+        "name": prior.name,
+        "data_hash": prior.data_hash,
+        "parameters": dict(prior.parameters),
+        "seen_share": prior.seen_share,
+        "unseen_share": prior.unseen_share,
+        "source": save_model(folder / PRIOR_FOLDER, prior.source),
+        "scale": found.scale,
+        "members": {role: _put(arrays, role, part) for role, part in parts.items() if part is not None},
+    }
 
 
-def load_model(folder: Path, entry: Mapping[str, Any]) -> OperationModel:
+def load_model(folder: Path, entry: Mapping[str, Any]) -> Predictor:
     """Read what :func:`save_model` wrote.
 
     Raises
@@ -85,22 +102,17 @@ def load_model(folder: Path, entry: Mapping[str, Any]) -> OperationModel:
     RoutePackError
         If a file is missing or was changed.
     ValueError
-        If the entry is of an operation, or of features, that this version does not have.
+        If the entry, or its prior's, is of another operation or of features that this version does not have.
     """
     operation = OPERATIONS.get(entry["operation"])
     if operation is None:
         raise ValueError(f"operation {entry['operation']!r} is unknown to this version")
     _check_names(operation, entry)
     arrays = _arrays(folder, entry) if "file" in entry else {}
-    members = entry["members"]
-    trees = {role: _trees(arrays, role, members[role]) for role in ("seen", "unseen") if role in members}
-    kernels = {role: _kernel(arrays, role, members[role]) for role in ("smooth", "unseen_smooth") if role in members}
-    return OperationModel(
+    own = OperationModel(
         operation=operation,
         direction=entry["direction"],
         parameters={name: item["value"] for name, item in entry["baseline"].items()},
-        seen=trees.get("seen"),
-        unseen=trees.get("unseen"),
         shapes={
             tuple(item["shape"]): {name: (low, high) for name, (low, high) in item["ranges"].items()}
             for item in entry["shapes"]
@@ -110,13 +122,60 @@ def load_model(folder: Path, entry: Mapping[str, Any]) -> OperationModel:
         flagged_rows=entry["flagged_rows"],
         reasons=tuple(entry["reasons"]),
         validation=entry["validation"],
-        smooth=kernels.get("smooth"),
-        unseen_smooth=kernels.get("unseen_smooth"),
-        curves=_held(Curves, arrays, "curves") if "curves" in members else None,
         mixes={regime: tuple(mix) for regime, mix in entry["mixes"].items()},
-        intervals=None if entry["intervals"] is None else Intervals.from_json(entry["intervals"]),
-        overrides=_held(Overrides, arrays, "overrides") if "overrides" in members else None,
+        intervals=_intervals(entry["intervals"]),
+        **_get_all(arrays, entry["members"]),
     )
+    if "prior" not in entry:
+        return own
+    prior = _load_prior(folder, entry["prior"], arrays)
+    if prior.source.own.operation is not operation:
+        raise ValueError(f"the prior of {operation.name} is a model of {prior.source.own.operation.name}")
+    return TransferredModel(own, prior, own.reasons, own.validation, own.intervals)
+
+
+def _load_prior(folder: Path, item: Mapping[str, Any], arrays: Arrays) -> Prior:
+    parts = _get_all(arrays, item["members"])
+    return Prior(
+        source=load_model(folder / PRIOR_FOLDER, item["source"]),
+        name=item["name"],
+        data_hash=item["data_hash"],
+        parameters={name: float(value) for name, value in item["parameters"].items()},
+        discrepancy=Discrepancy(item["scale"], parts.get("discrepancy_gaussian"), parts.get("discrepancy_trees")),
+        seen_share=item["seen_share"],
+        unseen_share=item["unseen_share"],
+    )
+
+
+def _put(arrays: Arrays, role: str, member: Any) -> dict[str, Any]:
+    """Add a member's arrays and texts under the name of its role, and return its plain fields."""
+    plain = {}
+    for name, value in ((one.name, getattr(member, one.name)) for one in fields(member)):
+        if isinstance(value, np.ndarray):
+            arrays[f"{role}_{name}"] = value
+        elif name in TEXTS:
+            arrays[f"{role}_{name}"] = np.frombuffer(value.encode("utf-8"), dtype=np.uint8)
+        else:
+            plain[name] = list(value) if isinstance(value, tuple) else value
+    return plain
+
+
+def _get_all(arrays: Arrays, members: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return every member that :func:`_put` took apart, by role."""
+    found = {}
+    for role, plain in members.items():
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
+        for one in fields(KINDS[role]):
+            if one.name in TEXTS:
+                values[one.name] = arrays[f"{role}_{one.name}"].tobytes().decode("utf-8")
+            elif one.name not in values:
+                values[one.name] = arrays[f"{role}_{one.name}"]
+        found[role] = KINDS[role](**values)
+    return found
+
+
+def _intervals(item: Mapping[str, Any] | None) -> Intervals | None:
+    return None if item is None else Intervals(tuple(item["edges"]), tuple(item["half_log"]))
 
 
 def _check_names(operation: Operation, entry: Mapping[str, Any]) -> None:
@@ -136,26 +195,3 @@ def _arrays(folder: Path, entry: Mapping[str, Any]) -> Arrays:
     if file_hash(path) != entry["sha256"]:
         raise RoutePackError(f"{path} was changed after it was written. Run `routepack fit` again.")
     return read_npz(path, "Residual")
-
-
-def _trees(arrays: Arrays, role: str, item: Mapping[str, Any]) -> Trees:
-    low, high = arrays[f"{role}_limits"].tolist()
-    text, linear_text = (arrays[f"{role}_{name}"].tobytes().decode("utf-8") for name in ("text", "linear_text"))
-    return Trees(tuple(item["inputs"]), text, linear_text, (low, high))
-
-
-def _kernel(arrays: Arrays, role: str, item: Mapping[str, Any]) -> Kernel:
-    low, high = arrays[f"{role}_limits"].tolist()
-    plain = {name: arrays[f"{role}_{name}"] for name in KERNEL_ARRAYS}
-    return Kernel(
-        names=tuple(item["inputs"]), radial=item["radial"], length=item["length"], offset=item["offset"],
-        limits=(low, high), **plain,
-    )  # fmt: skip
-
-
-def _held(kind: type[Any], arrays: Arrays, role: str) -> Any:
-    return kind(**{one.name: arrays[f"{role}_{one.name}"] for one in fields(kind)})
-
-
-def _bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)

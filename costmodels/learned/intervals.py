@@ -1,15 +1,14 @@
 """How far a prediction may lie from a measurement: split-conformal intervals from held-out residuals.
 
 The half-width at a size is a quantile of |log(time / prediction)| over rows that were predicted without their size
-group, by class of size. Outside the timed ranges residuals are not exchangeable with those inside: the half-width is
-doubled there. Shapes that were never timed have the quantile of held-out shapes.
+group, by class of size. Outside the timed sizes residuals are not exchangeable with those inside: judge by
+:data:`WIDENING` times the half-width there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,30 +21,16 @@ WIDENING = 2.0
 
 @dataclass(frozen=True)
 class Intervals:
-    """Hold half-widths of the log of time that cover :data:`LEVEL` of the rows."""
+    """Half-widths of the log of time that cover :data:`LEVEL` of the rows, by class of sizes."""
 
     edges: tuple[float, ...]
     """Sizes that divide the classes, ascending."""
     half_log: tuple[float, ...]
-    """Per class of sizes."""
-    unseen_half_log: float | None
-    """In shapes that were never timed; None where none could be held out."""
+    """Per class."""
 
-    def half_widths(self, size: np.ndarray, known: np.ndarray, outside: np.ndarray) -> np.ndarray:
-        """Return every row's half-width as a share of its time: from time / (1 + h) to time * (1 + h)."""
-        half = np.asarray(self.half_log)[np.searchsorted(self.edges, size, side="right")]
-        half = np.where(known & outside, WIDENING * half, half)
-        unseen = WIDENING * max(self.half_log) if self.unseen_half_log is None else self.unseen_half_log
-        return np.asarray(np.expm1(np.where(known, half, unseen)))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {"edges": list(self.edges), "half_log": list(self.half_log), "unseen_half_log": self.unseen_half_log}
-
-    @classmethod
-    def from_json(cls, item: dict[str, Any]) -> Intervals:
-        """Build what :meth:`to_json` wrote."""
-        return cls(tuple(item["edges"]), tuple(item["half_log"]), item["unseen_half_log"])
+    def half_widths(self, size: np.ndarray) -> np.ndarray:
+        """Return every row's half-width inside the timed sizes, as a log."""
+        return np.asarray(self.half_log)[np.searchsorted(self.edges, size, side="right")]
 
 
 def conformal_quantile(errors: np.ndarray, level: float = LEVEL) -> float:
@@ -54,7 +39,7 @@ def conformal_quantile(errors: np.ndarray, level: float = LEVEL) -> float:
     return float(np.sort(errors)[place])
 
 
-def calibrate(size: np.ndarray, log_error: np.ndarray, unseen_error: np.ndarray | None) -> Intervals | None:
+def calibrate(size: np.ndarray, log_error: np.ndarray) -> Intervals | None:
     """Return intervals from absolute log errors of held-out rows; None where there are too few."""
     if size.size < LEAST_ROWS // 2:
         return None
@@ -65,8 +50,7 @@ def calibrate(size: np.ndarray, log_error: np.ndarray, unseen_error: np.ndarray 
     half = [conformal_quantile(log_error[place == k]) for k in full]
     # An empty class (all rows at its edge) has no lower edge of its own.
     edges = edges[[k - 1 for k in full[1:]]] if len(full) > 1 else edges[:0]
-    unseen = None if unseen_error is None or unseen_error.size < LEAST_ROWS // 2 else conformal_quantile(unseen_error)
-    return Intervals(tuple(edges.tolist()), tuple(half), unseen)
+    return Intervals(tuple(edges.tolist()), tuple(half))
 
 
 def coverage(size: np.ndarray, log_error: np.ndarray, groups: Sequence[int] | np.ndarray) -> float | None:
@@ -74,8 +58,8 @@ def coverage(size: np.ndarray, log_error: np.ndarray, groups: Sequence[int] | np
     groups, hits, asked = np.asarray(groups), 0, 0
     for group in np.unique(groups):
         test = groups == group
-        found = calibrate(size[~test], log_error[~test], None)
+        found = calibrate(size[~test], log_error[~test])
         if found is not None:
-            half = np.asarray(found.half_log)[np.searchsorted(found.edges, size[test], side="right")]
-            hits, asked = hits + int((log_error[test] <= half).sum()), asked + int(test.sum())
+            inside = log_error[test] <= found.half_widths(size[test])
+            hits, asked = hits + int(inside.sum()), asked + inside.size
     return hits / asked if asked else None

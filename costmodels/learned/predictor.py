@@ -3,78 +3,74 @@
 One :class:`OperationModel` prices one operation in one direction. Which members of the residual answer in which regime
 (on a measured curve, between curves, beyond the timed sizes, in shapes never timed) was decided on held-out rows
 (:mod:`costmodels.learned.residual`); where nothing beat the physics baseline, it answers alone. Every prediction says
-whether it lies outside what was timed, and how far it may be off.
+whether it lies outside what was timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, checked_columns, size_of
+from costmodels.features import Columns, Operation, checked_columns
 from costmodels.learned.curves import Curves
 from costmodels.learned.intervals import Intervals
-from costmodels.learned.ranges import excess_octaves, known_families
+from costmodels.learned.ranges import Ranges, excess_octaves, known_families, shape_of
 from costmodels.learned.residual import Mix, Residual, known_log_ratio, mean_of
 from costmodels.learned.smooth import Kernel
 from costmodels.learned.trees import Trees
 
-REGIMES = ("measured", "between", "larger", "beyond", "unseen")
-PLAIN_MIXES: Mapping[str, Mix] = dict.fromkeys(REGIMES, ("trees",))
-"""What answers where no choice was made."""
 
+class Predictor(Protocol):
+    """What prices one operation in one direction: this GPU's own model, or one joined to a sibling's (``prior.py``)."""
 
-@dataclass(frozen=True)
-class Overrides:
-    """Hold timed points that contradict their neighbours: real for the software they were timed with, never smooth.
+    @property
+    def own(self) -> OperationModel:
+        """The model learned from this GPU's rows alone."""
 
-    They are no part of the fit; a caller that asks about exactly such a point may have the measured time instead.
-    """
+    @property
+    def kind(self) -> str:
+        """What the residual rests on: ``lightgbm``, ``curves``, ``prior``, or ``baseline`` for physics alone."""
 
-    features: np.ndarray
-    """[points, raw features in the operation's order], distinct."""
-    time_us: np.ndarray
-    """[points]: median of the times of a point."""
+    @property
+    def shapes(self) -> Ranges:
+        """Timed shapes, each with the range of every size feature."""
 
-    @classmethod
-    def of(cls, operation: Operation, columns: Columns) -> Overrides | None:
-        """Collect the points of rows with raw features and ``time_us``; None without any."""
-        if not columns or not columns["time_us"].size:
-            return None
-        points = np.stack([columns[name] for name in operation.features], axis=1)
-        distinct, inverse = np.unique(points, axis=0, return_inverse=True)
-        inverse = np.asarray(inverse).reshape(-1)
-        times = [float(np.median(columns["time_us"][inverse == place])) for place in range(len(distinct))]
-        return cls(distinct, np.array(times))
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why a residual or a prior was refused or taken."""
 
-    @cached_property
-    def _places(self) -> dict[tuple[float, ...], float]:
-        return dict(zip(map(tuple, self.features.tolist()), self.time_us.tolist(), strict=True))
+    @property
+    def validation(self) -> dict[str, Any]:
+        """Held-out errors by split, ready for JSON."""
 
-    def find_us(self, operation: Operation, columns: Columns) -> np.ndarray:
-        """Return the measured microseconds of every row that is such a point, NaN of the others."""
-        rows = np.stack([columns[name] for name in operation.features], axis=1).tolist()
-        return np.array([self._places.get(tuple(row), np.nan) for row in rows])
+    @property
+    def intervals(self) -> Intervals | None:
+        """None where too few rows could be held out."""
+
+    def predict_us(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Return microseconds and, per row, whether it lies outside what was timed."""
+
+    def knows(self, features: Mapping[str, np.ndarray | float]) -> Mapping[str, tuple[float, float]] | None:
+        """Return the timed range of every size feature of a shape, None if the shape was never timed."""
 
 
 @dataclass(frozen=True)
 class OperationModel:
-    """Price one operation in one direction."""
+    """Baseline and learned residual of one operation in one direction."""
 
     operation: Operation
     direction: str
     parameters: Mapping[str, float]
     """Fitted parameters of the baseline."""
-    seen: Trees | None
-    """Trees for shapes that were timed; None where they are not used."""
-    unseen: Trees | None
-    """Trees for shapes that were not timed; None where they are not used."""
-    shapes: Mapping[tuple[int, ...], Mapping[str, tuple[float, float]]]
+    shapes: Ranges
     """Timed shapes, each with the range of every size feature."""
+    seen: Trees | None = None
+    """Trees for shapes that were timed; None where they are not used."""
+    unseen: Trees | None = None
+    """Trees for shapes that were not timed; None where they are not used."""
     empty_us: float | None = None
     """Measured time of a call with nothing to do, where one was timed."""
     rows: int = 0
@@ -89,11 +85,15 @@ class OperationModel:
     """The same for shapes that were not."""
     curves: Curves | None = None
     """Residual along measured curves."""
-    mixes: Mapping[str, Mix] = field(default_factory=lambda: dict(PLAIN_MIXES))
+    mixes: Mapping[str, Mix] = field(default_factory=dict)
     """Members averaged in each regime."""
     intervals: Intervals | None = None
     """None where too few rows could be held out."""
-    overrides: Overrides | None = None
+
+    @property
+    def own(self) -> OperationModel:
+        """This model itself."""
+        return self
 
     @property
     def kind(self) -> str:
@@ -107,24 +107,8 @@ class OperationModel:
         columns = checked_columns(self.operation, features)
         time_us = np.asarray(self.operation.baseline(columns, self.parameters), dtype=np.float64)
         excess, outside = excess_octaves(self.operation, self.shapes, columns)
-        return time_us * np.exp(self._log_ratio(columns, self._known_family(columns), excess)), outside
-
-    def override_us(self, features: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the measured microseconds of points left out of the fit as inconsistent, NaN of all other rows."""
-        columns = checked_columns(self.operation, features)
-        rows = columns[self.operation.size[0]].size
-        return np.full(rows, np.nan) if self.overrides is None else self.overrides.find_us(self.operation, columns)
-
-    def half_width(self, features: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return every row's half-width h of the 90 % interval, which goes from time / (1 + h) to time * (1 + h).
-
-        NaN where too few rows could be held out to know.
-        """
-        columns = checked_columns(self.operation, features)
-        size = size_of(self.operation, columns)
-        if self.intervals is None:
-            return np.full(size.size, np.nan)
-        return self.intervals.half_widths(size, self._known_family(columns), self._outside(columns))
+        known = known_families(self.operation, self.shapes, columns)
+        return time_us * np.exp(self._log_ratio(columns, known, excess)), outside
 
     def floor_us(self, features: Mapping[str, np.ndarray]) -> float:
         """Return the time of a call with nothing to do, for one shape."""
@@ -135,7 +119,7 @@ class OperationModel:
 
     def knows(self, features: Mapping[str, np.ndarray | float]) -> Mapping[str, tuple[float, float]] | None:
         """Return the timed range of every size feature of a shape, None if the shape was never timed."""
-        return self.shapes.get(tuple(int(features[name]) for name in self.operation.shape))
+        return self.shapes.get(shape_of(self.operation, features))
 
     def _log_ratio(self, columns: Columns, known: np.ndarray, excess: np.ndarray) -> np.ndarray:
         total = np.zeros(known.size)
@@ -154,9 +138,3 @@ class OperationModel:
                 residual = Residual(self.unseen, self.unseen_smooth)
                 total[mask] = mean_of(residual.members(self.operation, part, derived, set(mix)), mix, rows)
         return total
-
-    def _known_family(self, columns: Columns) -> np.ndarray:
-        return known_families(self.operation, self.shapes, columns)
-
-    def _outside(self, columns: Columns) -> np.ndarray:
-        return excess_octaves(self.operation, self.shapes, columns)[1]

@@ -29,6 +29,11 @@ def shape_ranges(operation: Operation, columns: Columns) -> dict[tuple[int, ...]
     }
 
 
+def shape_of(operation: Operation, features: Mapping[str, np.ndarray | float]) -> tuple[int, ...]:
+    """Return one shape, as :data:`Ranges` names it."""
+    return tuple(int(features[name]) for name in operation.shape)
+
+
 def excess_octaves(operation: Operation, ranges: Ranges, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
     """Return how many octaves the worst size feature lies above its shape's range, and whether any lies outside it.
 

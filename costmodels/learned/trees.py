@@ -27,7 +27,7 @@ class Trees:
     text: str
     linear_text: str = ""
     """Model with linear leaves, averaged with the first; empty for none."""
-    limits: tuple[float, float] = (-np.inf, np.inf)
+    limits: tuple[float, float] = (0.0, 0.0)
     """Least and largest value that linear leaves may answer."""
 
     @cached_property

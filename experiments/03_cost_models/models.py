@@ -76,9 +76,9 @@ def _folder(gpu: str, shared: Path, *, quick: bool) -> Path:
 
 
 def _sources() -> str:
-    """Return a hash of the package's source: a change of it is another model."""
+    """Return a hash of the package's source, rooms included: a change of it is another model."""
     digest = hashlib.sha256()
-    for path in sorted(Path(costmodels.__file__).parent.glob("*.py")):
+    for path in sorted(Path(costmodels.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from costmodels import CostModel, FitParams
-from costmodels.features import Columns
+from costmodels.choose import choose_points
+from costmodels.features import Columns, Operation
 from costmodels.fit import fit_operation
 from costmodels.fit_prior import add_prior
-from costmodels.learned.predictor import OperationModel
+from costmodels.learned.predictor import Predictor
 from costmodels.learned.validation import family_groups
 from costmodels.operations.catalog import OPERATIONS
-from costmodels.points import choose_points, random_points
 from profiler import DeviceFingerprint, Measurements, Topology, import_published, load_model
 
 PAIRS = (("h200_sxm", "h100_sxm"), ("h100_sxm", "h200_sxm"))
@@ -122,6 +122,12 @@ def new_gpu(
             yield _row(task, gpu, count, found)
 
 
+def random_points(operation: Operation, candidates: Columns, count: int, seed: int = 0) -> np.ndarray:
+    """Return ``count`` positions drawn evenly: what a design must beat."""
+    total = candidates[operation.size[0]].size
+    return np.sort(np.random.default_rng(seed).choice(total, min(count, total), replace=False))
+
+
 def unseen_shape(table: Table, prior: CostModel, gpu: str, params: FitParams, shapes: int | None = None) -> Rows:
     """Return the errors on every model's shape, each priced without its rows here, but with the prior's."""
     family = family_groups(OPERATIONS[table.op], table.features)
@@ -187,7 +193,7 @@ def _only(table: Table, wanted: dict[str, tuple[int, ...]]) -> Table:
     return Table(table.op, table.fingerprint, table.take(kept), table.quiet[kept])
 
 
-def _errors(model: OperationModel, table: Table, index: np.ndarray) -> np.ndarray:
+def _errors(model: Predictor, table: Table, index: np.ndarray) -> np.ndarray:
     asked = table.take(index)
     predicted, _ = model.predict_us({name: asked[name] for name in OPERATIONS[table.op].features})
     return np.asarray(100.0 * np.abs(predicted / asked["time_us"] - 1.0))

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from costmodels import CostModel, FitParams
-from costmodels.choose import FIRST_POINTS, MORE_POINTS, batches
+from costmodels.choose import FIRST_POINTS, MORE_POINTS, batches, choose_points
 from costmodels.features import Columns
 from costmodels.fit import fit_operation
 from costmodels.fit_prior import add_prior
 from costmodels.learned.smooth import fit_kernel
 from costmodels.operations.catalog import OPERATIONS
-from costmodels.points import choose_points, random_points
 from profiler import DeviceFingerprint, Measurements, Topology, import_published, load_model
 from profiler.cases.case import Case
 
@@ -97,8 +96,11 @@ def rows(folder: Path, done: Collection[Key] = ()) -> Iterator[dict[str, Any]]:
 def chosen(table: Table, how: str, seed: int, params: FitParams) -> Iterator[list[int]]:
     """Yield the growing choice: after the first points and after every round, or once."""
     if how in (ONE_SHOT, RANDOM):
-        choose = choose_points if how == ONE_SHOT else random_points
-        yield choose(table.operation, table.features, MOST, seed).tolist()
+        if how == ONE_SHOT:
+            yield choose_points(table.operation, table.features, MOST, seed).tolist()
+        else:
+            drawn = np.random.default_rng(seed).choice(len(table.cases), min(MOST, len(table.cases)), replace=False)
+            yield np.sort(drawn).tolist()
         return
     points: list[int] = []
     for batch in batches(table.operation, table.cases, FIRST_POINTS if how == PRIOR else MOST, seed):

@@ -107,7 +107,7 @@ def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dic
         held_out = model.parity.get(f"{name}_{direction}")
         if held_out is None:
             continue
-        operation, size_N, shape_N = fitted.operation, None, None
+        operation, size_N, shape_N = fitted.own.operation, None, None
         columns = _fitted_rows(measurements, operation, direction)
         if np.array_equal(columns["time_us"], held_out.true_us):
             size_N, shape_N = _sizes(operation, columns), _shapes(operation, columns)
@@ -211,7 +211,8 @@ def _operations(model: CostModel, pictures: Mapping[str, str]) -> Iterator[tuple
     for (name, direction), fitted in model.models.items():
         kind = KINDS.get(fitted.kind, fitted.kind)
         said = [
-            f"{fitted.rows} rows fitted, {fitted.flagged_rows} left out by the consistency flags; priced by {kind}."
+            f"{fitted.own.rows} rows fitted, {fitted.own.flagged_rows} left out by the consistency flags; "
+            f"priced by {kind}."
         ]
         body = f'<p class="soft">{html.escape(" ".join([*said, *(f"{reason}." for reason in fitted.reasons)]))}</p>'
         shown = [

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from costmodels.learned.predictor import OperationModel
+    from costmodels.learned.predictor import Predictor
     from costmodels.learned.validation import HeldOut
 
 LABELS = {"baseline": "fitted baseline", "alone": "LightGBM alone", "lightgbm_alone": "LightGBM alone",
@@ -107,13 +107,13 @@ def errors_by_shape(rows: HeldOutRows, most: int = MOST_SHAPES) -> list[tuple[st
     return sorted(found, key=lambda one: -one[2].get("model", 0.0))[:most]
 
 
-def gains(model: OperationModel) -> dict[str, float]:
+def gains(model: Predictor) -> dict[str, float]:
     """Return every tree input's share of the gain of all splits, in percent, the largest first; empty without trees.
 
     Read from LightGBM's text format, where every tree lists its splits' inputs and gains; of trees with linear leaves
     beside constant ones, the constant ones speak.
     """
-    trees = model.seen or model.unseen
+    trees = model.own.seen or model.own.unseen
     text = trees.text if trees is not None else ""
     total: dict[str, float] = {}
     names: list[str] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from costmodels.choose import FIRST_POINTS, MORE_POINTS, KMeansChooser, batches
+from costmodels.choose import FIRST_POINTS, MORE_POINTS, KMeansChooser, batches, choose_points
 from costmodels.operations.catalog import OPERATIONS
 from profiler import ProfileParams, Topology, load_model
 from profiler.cases.design import design_cases
@@ -21,6 +21,7 @@ SEEN = Seen(
     cells=tuple(tuple(range(100 + i, 1000, 170 + 13 * i)) for i in range(20)),
     rank_rows=tuple(tuple(int(x) for x in np.random.default_rng(i).integers(0, 900, 16)) for i in range(20)),
 )
+EXPERTS = OPERATIONS["experts"]
 ALLOWED = 60
 JOB = """
 import sys
@@ -91,12 +92,15 @@ def test_a_round_is_a_function_of_pool_and_seed_alone():
     assert {id(case) for case in other} != {id(case) for case in first}
 
 
-def test_no_hash_seed_changes_a_round():
+def test_no_hash_seed_and_no_number_of_threads_changes_a_round():
     job = JOB.format(folder=str(Path(__file__).parent))
     answers = set()
-    for seed in ("1", "77"):
-        done = subprocess.run([sys.executable, "-c", job], capture_output=True, text=True, check=True,
-                              cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONHASHSEED": seed})  # fmt: skip
+    for seed, threads in (("1", "1"), ("77", "2")):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": threads}
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            [sys.executable, "-c", job], capture_output=True, text=True, check=True, cwd=root, env=env
+        )
         answers.add(done.stdout)
     assert answers == {" ".join(case.case_id("forward", "") for case in first_round()) + "\n"}
 
@@ -139,8 +143,9 @@ def test_rounds_end_at_the_target_with_few_points(true_us):
     assert all(error <= ALLOWED for error in rounds[-1].errors_pct.values())
     assert {"attention", "dense", "experts"} <= set(rounds[-1].errors_pct)
     caps = points_by_class(cases, FIRST_POINTS)
-    assert all(len(chosen) <= max(FIRST_POINTS, caps[key]) for key, chosen in by_class(timed).items() if key[1] == 0
-               and key[0] in ("attention", "experts"))  # fmt: skip
+    for key, chosen in by_class(timed).items():
+        if key[1] == 0 and key[0] in ("attention", "experts"):
+            assert len(chosen) <= max(FIRST_POINTS, caps[key])
 
 
 def test_only_operations_above_the_target_get_more_and_the_cap_ends_them(true_us):
@@ -170,3 +175,36 @@ def test_a_prior_lowers_the_error_of_few_points(fitted, true_us):
     alone = KMeansChooser().errors_pct(rows)["experts"]
     joined = KMeansChooser(priors=[fitted], fingerprint=fitted.fingerprint).errors_pct(rows)["experts"]
     assert joined < alone
+
+
+@pytest.fixture
+def candidates(synthetic):
+    rows = synthetic.measurements(ops=("experts",)).rows
+    return {name: np.asarray(rows[name], dtype=np.float64) for name in EXPERTS.features}
+
+
+def test_chosen_points_hold_both_ends_and_repeat(candidates):
+    chosen = choose_points(EXPERTS, candidates, 20)
+    assert np.unique(chosen).size == 20
+    for name in set(EXPERTS.features) - set(EXPERTS.shape) - set(EXPERTS.zero_allowed):
+        assert {candidates[name].min(), candidates[name].max()} <= set(candidates[name][chosen])
+    assert np.array_equal(chosen, choose_points(EXPERTS, candidates, 20))
+    assert not np.array_equal(chosen, choose_points(EXPERTS, candidates, 20, seed=1))
+
+
+def test_chosen_points_cover_the_cases_better_than_random_ones(candidates):
+    logs = np.log(np.stack([candidates[name] for name in ("rows", "hidden_size", "inter_size", "max_rows")], axis=1))
+
+    def gap(chosen):
+        return np.sqrt(((logs[:, None] - logs[None, chosen]) ** 2).sum(axis=2)).min(axis=1).mean()
+
+    drawn = [np.random.default_rng(seed).choice(len(logs), 20, replace=False) for seed in range(10)]
+    assert gap(choose_points(EXPERTS, candidates, 20)) < np.mean([gap(one) for one in drawn])
+
+
+def test_no_more_points_than_cases_and_not_less_than_one(candidates):
+    few = {name: column[:7] for name, column in candidates.items()}
+    assert choose_points(EXPERTS, few, 20).tolist() == list(range(7))
+    assert choose_points(EXPERTS, few, 1).size == 1
+    with pytest.raises(ValueError, match="count >= 1"):
+        choose_points(EXPERTS, few, 0)
