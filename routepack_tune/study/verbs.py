@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, read_json
-from routepack_tune.bundle import PLANNER_FILE, Planner, check_replaceable, typed_parts, write_bundle
+from routepack_tune.bundle import PLANNER_FILE, check_replaceable, typed_parts, write_bundle
 from routepack_tune.config import Config, check_tracking_uri, load_config, without_password
 from routepack_tune.costmodel_files import cost_model_header, fingerprint_of, tables_of
 from routepack_tune.environment import environment
+from routepack_tune.planner import Planner
 from routepack_tune.steps.traces import check_cap, list_step_files, load_step_batch
 from routepack_tune.study.folder import (
     COST_MODEL_FILE,
