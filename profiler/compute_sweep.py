@@ -12,7 +12,7 @@ from typing import Any
 
 from profiler.cases.case import Case
 from profiler.cases.design import Design
-from profiler.cases.doubt import doubtful_cases, faster
+from profiler.cases.doubt import doubtful_cases
 from profiler.cases.operations import DIRECTIONS
 from profiler.cases.rounds import Chooser, EvenChooser, Round
 from profiler.device.backend import TorchBackend
@@ -21,7 +21,7 @@ from profiler.journal import Journal
 from profiler.observer import Observer
 from profiler.params import ProfileParams
 from profiler.steadiness import anchor_of, time_anchor
-from profiler.timer import time_case, times_of
+from profiler.timer import both_looks, time_case
 
 WHAT, WHAT_AGAIN = "profile", "profile short and doubtful cases again"
 """Names under which a sweep reports its progress; later rounds add their number."""
@@ -115,9 +115,8 @@ class _Sweep:
         return count
 
     def look_again(self) -> None:
-        """Time short and doubtful cases again. On a CPU, where disturbances only add time, each direction's faster
-        result is kept; on a GPU, whose clocks may also boost, the repeats are pooled."""
-        journal, merged = self.journal, faster if self.backend.kind == "cpu" else pooled
+        """Time short and doubtful cases again."""
+        journal = self.journal
         for look in range(2, MAX_LOOKS + 1):
             doubts = doubtful_cases(journal.rows.values()) | (self._short() if look == 2 else set())
             looked = {row_id for row_id, row in journal.rows.items() if row.get("looks", 1) >= look}
@@ -127,7 +126,8 @@ class _Sweep:
             self.observer.start(WHAT_AGAIN, len(again))
             for case in again:
                 rows = time_case(case, self.backend, self.params)
-                journal.add_case([merged(journal.rows[row["case_id"]], row) | {"looks": look} for row in rows])
+                both = [both_looks(journal.rows[row["case_id"]], row, self.backend.kind) for row in rows]
+                journal.add_case([row | {"looks": look} for row in both])
                 self.observer.advance(WHAT_AGAIN, _message(case, rows))
             self.observer.finish(WHAT_AGAIN)
 
@@ -154,13 +154,6 @@ class _Sweep:
     def _is_done(self, case: Case) -> bool:
         known = [self.journal.rows.get(row_id) for row_id in self._row_ids(case)]
         return all(row is not None and (row["status"] == "ok" or not self.params.retry_failed) for row in known)
-
-
-def pooled(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row over the repeats of two of one case; a row without a time gives nothing."""
-    if first["status"] != "ok" or second["status"] != "ok":
-        return faster(first, second)
-    return {**first, **second, **times_of([*first["repeats_us"], *second["repeats_us"]])}
 
 
 def _stop_if_broken(case: Case, rows: list[dict[str, Any]]) -> None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from profiler.cases.case import Case
+from profiler.cases.doubt import faster
 from profiler.cases.operations import DIRECTIONS
 from profiler.kernels.choose import Work
 from profiler.kernels.works import WORKS
@@ -142,6 +143,17 @@ def times_of(samples: list[float]) -> dict[str, Any]:
     """Return what a row says of its repeats, microseconds."""
     low, middle, high = np.percentile(samples, (25, 50, 75))
     return {"time_us": float(middle), "spread_us": float(high - low), "repeats_us": samples}
+
+
+def both_looks(first: Mapping[str, Any], second: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return one row of two looks at a case; a row without a time loses.
+
+    On a CPU, where disturbances only add time, the faster look is kept. A GPU's clocks also boost: there the faster one
+    would be too fast in the mean, and the repeats of both are pooled.
+    """
+    if kind == "cpu" or first["status"] != "ok" or second["status"] != "ok":
+        return faster(first, second)
+    return {**first, **second, **times_of([*first["repeats_us"], *second["repeats_us"]])}
 
 
 def _wants_more(samples: list[float], params: ProfileParams) -> bool:

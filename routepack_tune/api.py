@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profiler.errors import RoutePackError
-from routepack_tune.bundle import Planner, check_replaceable, load_planner
+from routepack_tune.bundle import check_replaceable, load_planner
 from routepack_tune.config import Config, load_config
 from routepack_tune.costmodel_files import COST_MODEL_FILE, cost_model_header, fingerprint_of, tables_of
 from routepack_tune.drift import check
+from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
 from routepack_tune.steps.traces import check_cap, load_step_batch
 from routepack_tune.study.verbs import deploy, rollback, tune
@@ -25,7 +26,7 @@ from routepack_tune.version import version
 if TYPE_CHECKING:
     from costmodels import CostModel
     from profiler import Measurements, Observer, ProfileParams
-    from search import Plan, StopCriterion
+    from search import Plan, StepBatch, StopCriterion
 
 Paths = Path | str | Sequence[Path | str]
 
@@ -168,36 +169,42 @@ def plan(
     stop = _budget(max_runtime, max_iterations)
     if Path(out).is_dir():
         raise RoutePackError(f"{out} is a folder, the plan is one file. Give --out plan.json.")
-    if config is not None:  # a sample above the cap is the news, not that the cost model knows another cap
+    if (bundle is None) == (costmodel is None or config is None) or (bundle is not None and (costmodel or config)):
+        raise RoutePackError("Give either --bundle, or --costmodel together with --config.")
+    batch: StepBatch | Path | str = step
+    if bundle is not None:
+        planner = load_planner(bundle, allow_mismatch=allow_mismatch)
+    else:
+        assert costmodel is not None
+        assert config is not None
         settings = load_config(config)
-        check_cap(load_step_batch(step, settings.model), settings.max_tokens_per_microbatch, str(step))
-    planner = _planner(bundle, costmodel, config, allow_mismatch)
+        # Before the tables: a sample above the cap is the news, not that the cost model knows another cap.
+        batch = load_step_batch(step, settings.model)
+        check_cap(batch, settings.max_tokens_per_microbatch, str(step))
+        planner = untuned_planner(costmodel, settings)
     before = None
     if previous is not None:
         try:
             before = Plan.load(previous)
         except RoutePackError as error:
             raise RoutePackError(f"Previous plan {previous}: {error}") from None
-    made = planner.plan(step, seed=seed, previous=before, stop=stop, observer=observer)
+    made = planner.plan(batch, seed=seed, previous=before, stop=stop, observer=observer)
     made.save(out)
     return made
 
 
-def _planner(
-    bundle: Path | str | None, costmodel: Path | str | None, config: Path | str | None, allow_mismatch: bool
-) -> Planner:
-    if (bundle is None) == (costmodel is None or config is None) or (bundle is not None and (costmodel or config)):
-        raise RoutePackError("Give either --bundle, or --costmodel together with --config.")
-    if bundle is not None:
-        return load_planner(bundle, allow_mismatch=allow_mismatch)
-    assert costmodel is not None
-    assert config is not None
-    settings = load_config(config)
-    header = cost_model_header(Path(costmodel))
-    return Planner(
-        settings.model, settings.topology, settings.max_tokens_per_microbatch, settings.planner,
-        tables_of(costmodel, settings), fingerprint_of(header["fingerprint"]),
-    )  # fmt: skip
+def untuned_planner(costmodel: Path | str, settings: Config) -> Planner:
+    """Return a planner with a cost model's times and the settings of ``routepack.yaml``.
+
+    Raises
+    ------
+    RoutePackError
+        If the cost model is missing, damaged, or for another model, topology or cap.
+    """
+    tables = tables_of(costmodel, settings)
+    fingerprint = fingerprint_of(cost_model_header(Path(costmodel))["fingerprint"])
+    cap = settings.max_tokens_per_microbatch
+    return Planner(settings.model, settings.topology, cap, settings.planner, tables, fingerprint)
 
 
 def _budget(max_runtime: float | None, max_iterations: int | None) -> StopCriterion | None:

@@ -11,101 +11,27 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, new_folder, read_json, write_text
+from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from costmodels import StepTables
-    from profiler import DeviceFingerprint, ModelSpec, Observer, Topology
-    from search import Plan, PlannerParams, StepBatch, StreamingPlanner
+    from profiler import DeviceFingerprint, ModelSpec, Topology
+    from search import PlannerParams
 
 BUNDLE_SCHEMA_VERSION = 1
 PLANNER_FILE = "planner.yaml"
 TABLES_FILE = "tables.npz"
 _LOG = logging.getLogger("routepack_tune")
-
-
-@dataclass(frozen=True, slots=True)
-class Planner:
-    """Plan steps with tuned parameters and frozen times; :func:`load_planner` makes it."""
-
-    spec: ModelSpec
-    topology: Topology
-    max_tokens: int
-    params: PlannerParams
-    tables: StepTables
-    fingerprint: DeviceFingerprint
-    """The device whose times are in the tables."""
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-    """Study, trial, MLflow run, hashes of data and cost model."""
-    notes: tuple[str, ...] = ()
-    """What loading had to say about this device."""
-
-    def batch(self, **arrays: np.ndarray) -> StepBatch:
-        """Check the arrays of one step (the names of a step batch file) and return the batch.
-
-        Raises
-        ------
-        RoutePackError
-            Naming the sample, the layer and the value that cannot be right.
-        """
-        from routepack_tune.steps.traces import batch_from_arrays
-
-        return batch_from_arrays(arrays, self.spec)
-
-    def plan(
-        self,
-        batch: StepBatch | Path | str,
-        seed: int = 0,
-        previous: Plan | None = None,
-        stop: Any = None,
-        observer: Observer | None = None,
-    ) -> Plan:
-        """Plan one step.
-
-        Parameters
-        ----------
-        batch
-            A checked batch, or the path of a step batch file.
-        seed
-            Equal batch, bundle and seed give an equal plan, unless ``stop`` is a wall time.
-        previous
-            The last step's plan: experts move away from it only where that pays.
-        stop
-            A budget (``search.MaxIterations`` or ``search.MaxRuntime``); None: the tuned number of iterations.
-        """
-        from profiler import Observer
-        from routepack_tune.steps.traces import check_cap, load_step_batch
-        from search import plan_step
-
-        source = "step batch"
-        if isinstance(batch, (str, Path)):
-            source, batch = str(batch), load_step_batch(batch, self.spec)
-        check_cap(batch, self.max_tokens, source)
-        return plan_step(
-            batch, self.tables, self.spec, self.topology, self.max_tokens, self.params,
-            seed=seed, stop=stop, previous=previous, observer=observer or Observer(),
-        )  # fmt: skip
-
-    def stream(self, seed: int = 0, previous: Plan | None = None) -> StreamingPlanner:
-        """Return a planner that takes samples one by one while rollouts finish (see ``search.StreamingPlanner``).
-
-        Its plan depends on timing: one process streams and plans, and sends ``plan.json`` to the others.
-        """
-        from search import StreamingPlanner
-
-        job = (self.tables, self.spec, self.topology, self.max_tokens, self.params)
-        return StreamingPlanner(*job, seed=seed, previous=previous)
 
 
 def write_bundle(out: Path | str, planner: Planner, provenance: Mapping[str, Any]) -> Path:
@@ -173,7 +99,7 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
     from costmodels import StepTables, tables_key
     from profiler import DeviceFingerprint
 
-    folder = local_folder(path)
+    folder = bundle_folder(path)
     document = _read_document(folder)
     tables_path = folder / TABLES_FILE
     if not tables_path.is_file():
@@ -198,8 +124,14 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
     return Planner(spec, topology, cap, params, tables, wanted, document["provenance"], (*tables.notes, *notes))
 
 
-def local_folder(path: Path | str) -> Path:
-    """Return a bundle's folder; one of a registry is downloaded."""
+def bundle_folder(path: Path | str) -> Path:
+    """Return a bundle's folder on this machine; one named ``models:/NAME@ALIAS`` is fetched first.
+
+    Raises
+    ------
+    RoutePackError
+        If there is none.
+    """
     if str(path).startswith("models:/"):
         from routepack_tune.tracking.registry import download_bundle
 
@@ -259,28 +191,34 @@ def typed_parts(
         raise RoutePackError(f"{source} cannot be used by this version: {error}. Write it again.") from None
 
 
+def device_here(wanted: DeviceFingerprint) -> DeviceFingerprint | None:
+    """Return this host's device of the kind that is wanted; None where there is none, or torch cannot see it."""
+    from profiler import fingerprint_device
+
+    # Unlike asking for "cuda", asking for any device imports torch only where there is a driver.
+    here = fingerprint_device(None if wanted.kind == "cuda" else wanted.kind)
+    return here if here.kind == wanted.kind else None
+
+
 def _check_device(wanted: DeviceFingerprint, path: str, allow_mismatch: bool) -> tuple[str, ...]:
-    """Compare the bundle's device with one of its kind here; return what a reader should know.
+    """Compare the bundle's device with this one, once a host; return what a reader should know."""
+    from profiler import compare_fingerprints
 
-    Plans are often made where no GPU is, on the driver's host or in a sidecar: nothing is compared there, and neither
-    torch nor the driver's tools are asked.
-    """
-    from profiler import compare_fingerprints, fingerprint_device
-
-    found = fingerprint_device("cpu" if wanted.kind == "cpu" else None)
-    if found.kind != wanted.kind:
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # local rank 0 compares for its host, and its error ends the job
+        return ()
+    here = device_here(wanted)
+    if here is None:
         note = f"times were {wanted.origin} on {wanted.name} ({wanted.arch}); this host has no GPU to compare with"
         _say(logging.INFO, f"Bundle {path}: {note}.")
         return (note,)
-    match = compare_fingerprints(wanted, found)
-    level, reasons = match.level, "; ".join(match.reasons)
-    if wanted.origin == "published" and level == "exact":
-        level = "near"
-    if level == "different" and not allow_mismatch:
+    match = compare_fingerprints(wanted, here)
+    reasons = "; ".join(match.reasons)
+    if match.level == "different" and not allow_mismatch:
         raise RoutePackError(
             f"Bundle {path} is for another device ({wanted.name}, {wanted.arch}): {reasons}. Profile, fit and tune on "
             "this device, or force it with allow_mismatch=True (--allow-mismatch)."
         )
+    level = "near" if wanted.origin == "published" and match.level == "exact" else match.level
     if level == "exact":
         _say(logging.DEBUG, f"Bundle {path}: the device matches exactly.")
         return ()

@@ -21,7 +21,15 @@ import numpy as np
 
 from profiler.errors import RoutePackError
 from profiler.files import file_hash, write_json
-from routepack_tune.bundle import PLANNER_FILE, Planner, check_replaceable, load_planner, local_folder, write_bundle
+from routepack_tune.bundle import (
+    PLANNER_FILE,
+    bundle_folder,
+    check_replaceable,
+    device_here,
+    load_planner,
+    write_bundle,
+)
+from routepack_tune.planner import Planner
 from routepack_tune.reports.drift import (
     LEAST_COMPARED,
     LEAST_TIMED,
@@ -78,7 +86,7 @@ def check(
     """
     if refit is not None and times is None:
         raise RoutePackError("A refit needs measured step times: give --times.")
-    folder = local_folder(bundle)
+    folder = bundle_folder(bundle)
     if refit is not None:
         _check_refit_folder(folder, Path(refit))
     with warnings.catch_warnings():  # the report says what differs
@@ -288,13 +296,13 @@ def _shifts(
 
 def _device_reason(wanted: DeviceFingerprint, notes: list[str]) -> str:
     """Return what makes this device another one; empty where it fits or cannot be compared."""
-    from profiler import compare_fingerprints, fingerprint_device
+    from profiler import compare_fingerprints
 
-    try:
-        match = compare_fingerprints(wanted, fingerprint_device(wanted.kind))
-    except RoutePackError:
+    here = device_here(wanted)
+    if here is None:
         notes.append(f"no {wanted.kind} device here: the bundle's ({wanted.name}) was not compared")
         return ""
+    match = compare_fingerprints(wanted, here)
     text = f"device is {match.level} from the profiled one: {'; '.join(match.reasons)}"
     if match.level == "different":
         return text

@@ -1,7 +1,7 @@
 """What a device says of itself while it works: clocks, temperature, power and why it slows down, as plain numbers.
 
-NVML answers for NVIDIA GPUs through its Python binding where that is installed, else through ``nvidia-smi``; a CPU
-tells its clock where the kernel does. A reading that is not offered is absent, never 0.
+NVML answers for NVIDIA GPUs through its Python binding (the ``nvidia`` extra); a CPU tells its clock where the kernel
+does. A reading that is not offered is absent, never 0.
 
 Legend: ``clock_mhz`` (streaming multiprocessors, or the mean of the cores), ``memory_clock_mhz``, ``temperature_c``,
 ``power_w``, ``power_limit_w``, ``slowed_by`` (NVML's bit mask of the reasons why clocks are held down).
@@ -13,8 +13,6 @@ import contextlib
 import re
 from pathlib import Path
 
-from profiler.device.facts import nvidia_smi
-
 SLOWDOWNS = {
     0x004: "the power cap", 0x008: "a hardware slowdown", 0x020: "its temperature (software)",
     0x040: "its temperature (hardware)", 0x080: "the power brake",
@@ -22,25 +20,20 @@ SLOWDOWNS = {
 """Bits of ``slowed_by`` that cost time; idle, application clocks and display clocks are no faults."""
 FAULTS = ("a hardware slowdown", "its temperature (hardware)", "its temperature (software)", "the power brake")
 """Those that no setting asked for: cooling or power supply fail the card."""
-QUERIES = (
-    ("clock_mhz", "clocks.sm"), ("memory_clock_mhz", "clocks.mem"), ("temperature_c", "temperature.gpu"),
-    ("power_w", "power.draw"), ("power_limit_w", "enforced.power.limit"),
-    ("slowed_by", "clocks_throttle_reasons.active"),
-)  # fmt: skip
 
 
 def read_gpu(uuid: str) -> dict[str, float]:
-    """Return the readings of the NVIDIA GPU with this UUID; empty where neither NVML nor nvidia-smi answers."""
+    """Return the readings of the NVIDIA GPU with this UUID; empty where NVML or its Python binding is missing."""
     uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     try:
         import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
-        return _by_command(uuid)
+        return {}
     try:
         pynvml.nvmlInit()
         return _by_nvml(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
     except pynvml.NVMLError:
-        return _by_command(uuid)
+        return {}
 
 
 def _by_nvml(nvml: object, handle: object) -> dict[str, float]:
@@ -60,22 +53,6 @@ def _by_nvml(nvml: object, handle: object) -> dict[str, float]:
         # One reading that this card or a tenant may not have hides no other; a name that a binding dropped neither.
         with contextlib.suppress(nvml.NVMLError, AttributeError):  # type: ignore[attr-defined]
             found[name] = answer()
-    return found
-
-
-def _by_command(uuid: str) -> dict[str, float]:
-    names = ",".join(query for _, query in QUERIES)
-    line = nvidia_smi("-i", uuid, f"--query-gpu={names}", "--format=csv,noheader,nounits")
-    return parse_readings((line.splitlines() or [""])[0])
-
-
-def parse_readings(line: str) -> dict[str, float]:
-    """Return the numbers of one line of nvidia-smi's CSV; ``[N/A]`` and the like are left out."""
-    found = {}
-    for (name, _), text in zip(QUERIES, line.split(","), strict=False):
-        with contextlib.suppress(ValueError):
-            text = text.strip()
-            found[name] = float(int(text, 16)) if text.startswith("0x") else float(text)
     return found
 
 

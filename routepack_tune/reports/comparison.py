@@ -16,7 +16,7 @@ import numpy as np
 from profiler.errors import RoutePackError
 
 if TYPE_CHECKING:
-    from routepack_tune.bundle import Planner
+    from routepack_tune.planner import Planner
     from search import Plan, Problem, StepBatch, StepTime
 
 TUNED = "RoutePack-Tune (tuned plan)"

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodels import freeze_tables
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, read_json
-from routepack_tune.bundle import PLANNER_FILE, Planner, check_replaceable, typed_parts, write_bundle
+from routepack_tune.bundle import PLANNER_FILE, check_replaceable, typed_parts, write_bundle
 from routepack_tune.config import Config, check_tracking_uri, load_config, without_password
 from routepack_tune.costmodel_files import COST_MODEL_FILE, cost_model_header, fingerprint_of, tables_of
 from routepack_tune.environment import environment
+from routepack_tune.planner import Planner
 from routepack_tune.steps.traces import check_cap, list_step_files, load_step_batch
 from routepack_tune.study.folder import (
     RECHECK_FILE,
@@ -216,7 +216,7 @@ def best_setting(path: Path | str, task: TuneTask) -> dict[str, Any]:
 
 def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tuple[TuneTask, list[dict[str, str]]]:
     """Read every step batch and build the study's task; batches of another model are an error naming the file."""
-    from costmodels import CostModel
+    from costmodels import CostModel, freeze_tables
     from search import TuneTask
 
     files = list_step_files(steps)

@@ -11,7 +11,7 @@ import pytest
 from profiler import ProfileParams
 from profiler.cases.case import Case
 from profiler.device.cpu_use import CpuUse, cpu_use, foreign_share
-from profiler.device.readings import parse_readings, slowdowns
+from profiler.device.readings import slowdowns
 from profiler.journal import Journal
 from profiler.steadiness import (
     Watch,
@@ -218,13 +218,8 @@ def test_orders_and_clocks_need_enough_samples():
     assert clock_fall([{"readings": {"clock_mhz": 1980.0}}, {"readings": {}}]) is None
 
 
-def test_nvidia_smis_line_becomes_numbers():
-    found = parse_readings("1980, 3201, 41, 310.52, 700.00, 0x0000000000000004")
-    assert found == {"clock_mhz": 1980, "memory_clock_mhz": 3201, "temperature_c": 41, "power_w": 310.52,
-                     "power_limit_w": 700, "slowed_by": 4}  # fmt: skip
-    assert parse_readings("1980, [N/A], 41, [Not Supported], , ") == {"clock_mhz": 1980, "temperature_c": 41}
-    assert parse_readings("") == {}
-    assert slowdowns(found["slowed_by"]) == ["the power cap"]
+def test_reasons_that_cost_time_are_named():
+    assert slowdowns(0x4) == ["the power cap"]
     assert slowdowns(0x1) == []  # idle
 
 

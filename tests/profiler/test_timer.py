@@ -2,10 +2,8 @@ import pytest
 
 from profiler import ProfileParams, RoutePackError
 from profiler.cases.case import Case, experts_features
-from profiler.cases.doubt import faster
-from profiler.compute_sweep import pooled
 from profiler.rates import measure_rates
-from profiler.timer import LAUNCH_BOUND, WORKS, time_case
+from profiler.timer import LAUNCH_BOUND, WORKS, both_looks, time_case
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 backends = pytest.importorskip("profiler.device.backend")
@@ -200,9 +198,10 @@ def test_a_device_that_cannot_run_the_first_look_says_so_in_one_line(backend, mo
 def test_gpus_pool_what_cpus_choose():
     first = {"case_id": "a", "status": "ok", "time_us": 10.0, "spread_us": 0.0, "repeats_us": [10.0, 10.0, 10.0]}
     second = first | {"time_us": 8.0, "repeats_us": [8.0, 8.0]}
-    assert faster(first, second)["time_us"] == 8.0
-    assert pooled(first, second)["repeats_us"] == [10.0, 10.0, 10.0, 8.0, 8.0]
-    assert pooled(first, second)["time_us"] == pooled(second, first)["time_us"] == 10.0
-    assert pooled(first, second)["spread_us"] == 2.0
+    assert both_looks(first, second, "cpu")["time_us"] == 8.0
+    pooled = both_looks(first, second, "cuda")
+    assert (pooled["repeats_us"], pooled["time_us"], pooled["spread_us"]) == ([10.0, 10.0, 10.0, 8.0, 8.0], 10.0, 2.0)
+    assert both_looks(second, first, "cuda")["time_us"] == 10.0
     failed = {"case_id": "a", "status": "oom"}
-    assert pooled(first, failed) == pooled(failed, first) == first
+    for kind in ("cpu", "cuda"):
+        assert both_looks(first, failed, kind) == both_looks(failed, first, kind) == first

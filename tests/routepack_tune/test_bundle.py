@@ -16,7 +16,7 @@ from profiler import DeviceFingerprint, RoutePackError, compare_fingerprints, fi
 from profiler.files import content_hash
 from routepack_tune import bundle as bundles
 from routepack_tune import load_planner, load_step_batch
-from routepack_tune.api import _planner
+from routepack_tune.api import untuned_planner
 from routepack_tune.bundle import json_that_is_yaml, write_bundle
 from routepack_tune.cli import main
 
@@ -25,7 +25,7 @@ H200 = DeviceFingerprint("cuda", "nvidia", "sm_90", "NVIDIA H200", 132, 141, "NV
 
 @pytest.fixture
 def planner(job):
-    return _planner(None, job.costmodel, job.config, False)
+    return untuned_planner(job.costmodel, job.settings())
 
 
 @pytest.fixture
@@ -199,6 +199,18 @@ def test_published_times_are_compared_with_a_visible_gpu(job, planner, monkeypat
     monkeypatch.setattr("profiler.fingerprint_device", lambda kind=None: replace(H200, arch="sm_80", units=108))
     with pytest.raises(RoutePackError, match="sm_80"):
         load_planner(path)
+
+
+def test_one_rank_of_a_host_asks_for_its_device(job, bundle, monkeypatch):
+    def asked(kind=None):
+        raise AssertionError("asked for a device")
+
+    monkeypatch.setattr("profiler.fingerprint_device", asked)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert load_planner(bundle).plan(job.step).num_rows >= 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(AssertionError, match="asked"):
+        load_planner(bundle)
 
 
 def test_cli_refuses_and_forces(job, planner, capsys):

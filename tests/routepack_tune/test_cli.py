@@ -14,6 +14,7 @@ from typer.main import get_command
 
 from costmodels.tables import npz_bytes
 from profiler.files import write_bytes
+from routepack_tune import plan
 from routepack_tune.cli import app, main
 
 SURFACE = {
@@ -302,3 +303,16 @@ def test_module_runs_as_the_command(job):
     assert done.stdout == ""
     assert done.stderr.startswith("Error: Step batch not found")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_step_is_read_once(job, monkeypatch):
+    reads, load = [], np.load
+
+    def counted(file, *arguments, **options):
+        found = load(file, *arguments, **options)
+        reads.extend(name for name in getattr(found, "files", ()) if name == "lengths")
+        return found
+
+    monkeypatch.setattr(np, "load", counted)
+    plan(job.step, job.folder / "plan.json", costmodel=job.costmodel, config=job.config)
+    assert reads == ["lengths"]

@@ -11,10 +11,11 @@ import pytest
 
 from profiler import RoutePackError
 from routepack_tune import deploy, load_planner, load_step_batch
-from routepack_tune.api import _planner
-from routepack_tune.bundle import Planner, write_bundle
+from routepack_tune.api import untuned_planner
+from routepack_tune.bundle import write_bundle
 from routepack_tune.cli import main
 from routepack_tune.drift import _block_seconds, check, stated_half_log
+from routepack_tune.planner import Planner
 from routepack_tune.reports.drift import median_interval, trend_interval
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from routepack_tune.steps.traces import save_step_batch
@@ -27,7 +28,7 @@ HALF = {"attention": 0.08, "experts": 0.08, "exchange": 0.08}
 
 @pytest.fixture
 def planner(job):
-    return _planner(None, job.costmodel, job.config, False)
+    return untuned_planner(job.costmodel, job.settings())
 
 
 def write_steps(folder, planner, workload=WORKLOAD, first=10, count=4):

@@ -14,8 +14,14 @@ def test_import_is_light(blocker):
         assert name in done.stdout
 
 
-def test_exported_names_exist():
-    import routepack_tune
-
-    for name in routepack_tune.__all__:
-        assert getattr(routepack_tune, name) is not None
+def test_names_of_the_search_come_when_asked_for():
+    code = (
+        "import sys, routepack_tune; before = 'numba' in sys.modules, 'torch' in sys.modules\n"
+        "import search\n"
+        "assert routepack_tune.Plan is search.Plan and routepack_tune.StepBatch is search.StepBatch\n"
+        "from routepack_tune import *\n"
+        "print(before, relayout.__name__, hasattr(routepack_tune, 'Nonsense'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(False, False) routepack_tune.trainers.relayout False\n"

@@ -1,0 +1,90 @@
+"""The planner of a training job: one bundle's settings and times, applied to one step batch after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from costmodels import StepTables
+    from profiler import DeviceFingerprint, ModelSpec, Observer, Topology
+    from search import Plan, PlannerParams, StepBatch, StopCriterion, StreamingPlanner
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Tuned parameters and frozen times, which plan steps; :func:`routepack_tune.load_planner` makes it."""
+
+    spec: ModelSpec
+    topology: Topology
+    max_tokens: int
+    params: PlannerParams
+    tables: StepTables
+    fingerprint: DeviceFingerprint
+    """The device whose times are in the tables."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Study, trial, MLflow run, hashes of data and cost model."""
+    notes: tuple[str, ...] = ()
+    """What loading had to say about this device."""
+
+    def batch(self, **arrays: np.ndarray) -> StepBatch:
+        """Check the arrays of one step (the names of a step batch file) and return the batch.
+
+        Raises
+        ------
+        RoutePackError
+            Naming the sample, the layer and the value that cannot be right.
+        """
+        from routepack_tune.steps.traces import batch_from_arrays
+
+        return batch_from_arrays(arrays, self.spec)
+
+    def plan(
+        self,
+        batch: StepBatch | Path | str,
+        seed: int = 0,
+        previous: Plan | None = None,
+        stop: StopCriterion | None = None,
+        observer: Observer | None = None,
+    ) -> Plan:
+        """Plan one step.
+
+        Parameters
+        ----------
+        batch
+            A checked batch, or the path of a step batch file.
+        seed
+            Equal batch, bundle and seed give an equal plan, unless ``stop`` is a wall time.
+        previous
+            The last step's plan: experts move away from it only where that pays.
+        stop
+            A budget (``search.MaxIterations`` or ``search.MaxRuntime``); None: the tuned number of iterations.
+
+        Raises
+        ------
+        RoutePackError
+            If the batch is wrong, holds a sample above the cap, or no plan keeps the settings' limits.
+        """
+        from routepack_tune.steps.traces import check_cap, load_step_batch
+        from search import plan_step
+
+        source = "step batch"
+        if isinstance(batch, (str, Path)):
+            source, batch = str(batch), load_step_batch(batch, self.spec)
+        check_cap(batch, self.max_tokens, source)
+        job = (self.tables, self.spec, self.topology, self.max_tokens, self.params)
+        return plan_step(batch, *job, seed=seed, stop=stop, previous=previous, observer=observer)
+
+    def stream(self, seed: int = 0, previous: Plan | None = None) -> StreamingPlanner:
+        """Return a planner that takes samples one by one while rollouts finish (see ``search.StreamingPlanner``).
+
+        Its plan depends on timing: one process streams and plans, and sends ``plan.json`` to the others.
+        """
+        from search import StreamingPlanner
+
+        job = (self.tables, self.spec, self.topology, self.max_tokens, self.params)
+        return StreamingPlanner(*job, seed=seed, previous=previous)
