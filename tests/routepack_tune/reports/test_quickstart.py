@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 
@@ -102,6 +103,22 @@ def test_comparison_covers_default_baselines_and_tuned(job, planner):
     for one in found:
         assert one.step_s == pytest.approx(one.attention_s + one.experts_s + one.rest_s)
         assert 0 <= one.lost_share < 1
+
+
+@pytest.mark.parametrize("changed", [{"sequence_alignment": 32}, {"couple_blocks": True}])
+def test_every_contestant_pays_the_planners_own_prices(job, planner, changed):
+    """The default plan without the settings' alignment or coupling would be cheaper than the tuned plan may be."""
+    topology = dataclasses.replace(planner.topology, data_parallel_size=4)
+    paying = dataclasses.replace(planner, topology=topology, params=dataclasses.replace(planner.params, **changed))
+    batch = load_step_batch(job.step, planner.spec)
+    free = dataclasses.replace(paying, params=planner.params)
+    found, cheap = (compare_planners(one, [batch])[0] for one in (paying, free))
+    problem = build_problem(batch, paying.tables, paying.spec, topology, paying.max_tokens, paying.params)
+    priced, _ = price_baseline(problem, DEFAULT_BASELINE)
+    assert found.step_s == pytest.approx(priced.step_time().step_time_s)
+    assert found.step_s > cheap.step_s
+    before, _ = loads_before_and_after(paying, batch, paying.plan(batch))
+    assert before.relative_LP == pytest.approx(rank_load(priced.rank_rows_RBPL).relative_LP)
 
 
 def _ideal(problem, rows):
