@@ -124,8 +124,8 @@ def _compare(out: Path) -> list[Outcome]:
 
 
 def _report(out: Path, config: Path, outcomes: list[Outcome]) -> Path:
-    from routepack_tune.reports.figures import tuning_history
     from routepack_tune.reports.quickstart import Report, parities_of, write_report
+    from routepack_tune.reports.tuning_figures import course
     from search import Plan
 
     planner = load_planner(out / "bundle")
@@ -140,7 +140,7 @@ def _report(out: Path, config: Path, outcomes: list[Outcome]) -> Path:
         outcomes=outcomes,
         before=before,
         after=after,
-        history=tuning_history(document["summary"]["history"]),
+        course=course(document["summary"]["history"]),
         parities=parities_of(out / "costmodel"),
         facts=_facts(document, config),
         notes=[

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +24,7 @@ TUNED = "RoutePack-Tune (tuned plan)"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Hold what one planner makes of one step batch; times are predicted seconds but for ``plan_s``."""
+    """What one planner makes of one step batch; times are predicted seconds but for ``plan_s``."""
 
     planner: str
     step_s: float
@@ -52,35 +52,35 @@ def compare_planners(planner: Planner, batches: Sequence[StepBatch], seed: int =
     ]
 
 
-def _outcomes(planner: Planner, batch: StepBatch, seed: int) -> dict[str, Outcome]:
-    from search import SHOWN_BASELINES, build_problem, price_baseline
+def _problem(planner: Planner, batch: StepBatch) -> Problem:
+    """Return the batch as ``planner`` prices it: every contestant pays the same alignment and coupling."""
+    from search import build_problem
 
-    problem = build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens)
-    found = {}
+    return build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens, planner.params)
+
+
+def _outcomes(planner: Planner, batch: StepBatch, seed: int) -> dict[str, Outcome]:
+    from search import SHOWN_BASELINES, price_baseline
+
+    problem = _problem(planner, batch)
+    found: dict[str, Outcome] = {}
+
+    def tell(name: str, predicted: StepTime, rows: int) -> None:
+        plan_s, step_s = time.perf_counter() - begin, predicted.step_time_s
+        split = (predicted.attention_s, predicted.experts_s, predicted.rest_s)
+        found[name] = Outcome(name, step_s, *split, lost_share(problem, step_s, rows), rows, plan_s)
+
     for name in SHOWN_BASELINES:
         begin = time.perf_counter()
         try:
             priced, rows = price_baseline(problem, name)
         except RoutePackError:  # Karmarkar-Karp knows no cap: some batches it cannot pack
             continue
-        found[name] = _outcome(name, problem, priced.step_time(), rows, time.perf_counter() - begin)
+        tell(name, priced.step_time(), rows)
     begin = time.perf_counter()
     plan = planner.plan(batch, seed=seed)
-    found[TUNED] = _outcome(TUNED, problem, plan.predicted, plan.num_rows, time.perf_counter() - begin)
+    tell(TUNED, plan.predicted, plan.num_rows)
     return found
-
-
-def _outcome(name: str, problem: Problem, predicted: StepTime, rows: int, plan_s: float) -> Outcome:
-    return Outcome(
-        planner=name,
-        step_s=predicted.step_time_s,
-        attention_s=predicted.attention_s,
-        experts_s=predicted.experts_s,
-        rest_s=predicted.rest_s,
-        lost_share=lost_share(problem, predicted.step_time_s, rows),
-        rows=rows,
-        plan_s=plan_s,
-    )
 
 
 def lost_share(problem: Problem, step_time_s: float, rows: int) -> float:
@@ -91,18 +91,14 @@ def lost_share(problem: Problem, step_time_s: float, rows: int) -> float:
     return max(0.0, 1.0 - ideal_s / step_time_s)
 
 
-def _mean(name: str, outcomes: Iterable[Outcome]) -> Outcome:
-    listed = list(outcomes)
-    mean = {
-        key: float(np.mean([getattr(one, key) for one in listed]))
-        for key in ("step_s", "attention_s", "experts_s", "rest_s", "lost_share", "plan_s")
-    }
-    return Outcome(planner=name, rows=round(float(np.mean([one.rows for one in listed]))), **mean)
+def _mean(name: str, outcomes: Sequence[Outcome]) -> Outcome:
+    step, attention, experts, rest, lost, rows, plan = np.mean([astuple(one)[1:] for one in outcomes], axis=0).tolist()
+    return Outcome(name, step, attention, experts, rest, lost, round(rows), plan)
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """Hold how evenly a plan loads the EP ranks."""
+    """How evenly a plan loads the EP ranks."""
 
     relative_LP: np.ndarray
     """[L, P]: routed rows of each rank over its row's mean, averaged over rows and blocks; 1 is even."""
@@ -121,9 +117,9 @@ def rank_load(rank_rows_RBPL: np.ndarray) -> RankLoad:
 
 def loads_before_and_after(planner: Planner, batch: StepBatch, plan: Plan) -> tuple[RankLoad, RankLoad]:
     """Return the EP ranks' load under the default plan and under ``plan``."""
-    from search import DEFAULT_BASELINE, build_problem, evaluate, price_baseline
+    from search import DEFAULT_BASELINE, evaluate, price_baseline
 
-    problem = build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens)
+    problem = _problem(planner, batch)
     before, _ = price_baseline(problem, DEFAULT_BASELINE)
     after = evaluate(problem, plan.row_N, plan.slot_N, plan.placement_LE, plan.num_rows)
     return rank_load(before.rank_rows_RBPL), rank_load(after.rank_rows_RBPL)

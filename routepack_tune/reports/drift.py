@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from math import comb
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ LEAST_LOSS_PCT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Hold how measured step times compare with predicted ones; percent of the predicted time."""
+    """How measured step times compare with predicted ones; percent of the predicted time."""
 
     steps: int
     given_plans: int
@@ -50,7 +49,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Hold what tuned settings gain over untuned ones on recent batches: step and exposed planning time, percent."""
+    """What tuned settings gain over untuned ones on recent batches: step and exposed planning time, percent."""
 
     batches: int
     gain_pct: float
@@ -65,7 +64,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """Hold everything :func:`check` found."""
+    """Everything :func:`routepack_tune.drift.check` found."""
 
     verdict: str
     reasons: tuple[str, ...]
@@ -121,23 +120,19 @@ class DriftReport:
 
 def median_interval(values: np.ndarray) -> tuple[float, float, float]:
     """Return the median and its 95 % interval by order statistics; the range where values are few."""
-    ordered, count = np.sort(values), values.size
-    place, tail = 0, 0.0
-    while place < (count - 1) // 2 and tail + comb(count, place) / 2**count <= 0.025:
-        tail += comb(count, place) / 2**count
-        place += 1
-    place = max(0, place - 1)
-    return float(np.median(values)), float(ordered[place]), float(ordered[count - 1 - place])
+    from scipy.stats import quantile_test
+
+    median = float(np.median(values))
+    found = quantile_test(values, q=median, p=0.5).confidence_interval(0.95)
+    low, high = np.where(np.isfinite(found), found, (values.min(), values.max())).tolist()
+    return median, low, high
 
 
 def trend_interval(values: np.ndarray) -> tuple[float, float, float]:
     """Return the median of pairwise slopes and its 95 % interval (Sen 1968); zeros for a single value."""
-    count = values.size
-    first, second = np.triu_indices(count, 1)
-    if not first.size:
+    from scipy.stats import theilslopes
+
+    if values.size < 2:
         return 0.0, 0.0, 0.0
-    slopes = np.sort((values[second] - values[first]) / (second - first))
-    half = 1.96 * np.sqrt(count * (count - 1) * (2 * count + 5) / 18)
-    low = max(0, int(np.floor((slopes.size - half) / 2)))
-    high = min(slopes.size - 1, int(np.ceil((slopes.size + half) / 2)))
-    return float(np.median(slopes)), float(slopes[low]), float(slopes[high])
+    found = theilslopes(values, alpha=0.95)
+    return float(found.slope), float(found.low_slope), float(found.high_slope)

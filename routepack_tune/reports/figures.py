@@ -6,12 +6,13 @@ Colours are fixed per meaning: attention blue, experts orange, the rest grey; be
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from markupsafe import Markup
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,37 +27,8 @@ SHORT_NAMES = {"first-fit decreasing": "FFD", "Karmarkar-Karp": "KK", "RoutePack
 
 
 @dataclass(frozen=True, slots=True)
-class History:
-    """Hold a study's course."""
-
-    numbers: np.ndarray
-    """[T] int: finished feasible trials, in order."""
-    values: np.ndarray
-    """[T]: objective relative to the default plan (1: as slow as the default)."""
-    best: np.ndarray
-    """[T]: the best value so far."""
-    infeasible: np.ndarray
-    """Numbers of trials without a value."""
-
-
-def tuning_history(trials: Sequence[Mapping[str, Any]]) -> History:
-    """Return the course of a study from its trials (mappings with ``number`` and ``value``, None where infeasible)."""
-    ordered = sorted(trials, key=lambda trial: trial["number"])
-    # A trial that was stopped early has a value of part of the batches only.
-    whole = [t for t in ordered if t.get("state", "complete") == "complete" and t.get("value") is not None]
-    finite = [t for t in whole if np.isfinite(t["value"])]
-    values = np.array([t["value"] for t in finite], dtype=np.float64)
-    return History(
-        numbers=np.array([t["number"] for t in finite], dtype=np.int64),
-        values=values,
-        best=np.minimum.accumulate(values) if values.size else values,
-        infeasible=np.array([t["number"] for t in ordered if t not in finite], dtype=np.int64),
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class Parity:
-    """Hold held-out times of one operation against their predictions."""
+    """Held-out times of one operation against their predictions."""
 
     name: str
     true_us: np.ndarray
@@ -128,31 +100,30 @@ def plot_hottest(before: RankLoad, after: RankLoad, ax: Axes | None = None) -> A
     return ax
 
 
-def plot_history(history: History, ax: Axes | None = None) -> Axes:
-    """Draw a study's course: every trial and the best so far, relative to the default plan."""
-    ax = new_axes(7.2, 2.8) if ax is None else styled(ax)
-    ax.plot(history.numbers, history.values, "o", color=BEFORE, label="trial", markersize=5)
-    ax.step(history.numbers, history.best, where="post", color=AFTER, label="best so far", linewidth=2)
-    if history.infeasible.size and history.values.size:
-        top = np.full(history.infeasible.size, history.values.max())
-        ax.plot(history.infeasible, top, "x", color=EXPERTS, label="infeasible or failed")
-    ax.locator_params(axis="x", integer=True)
-    ax.set_xlabel("trial")
-    ax.set_ylabel("objective / default")
-    ax.legend(frameon=False, fontsize=9, labelcolor=INK)
-    return ax
-
-
-def plot_parity(points: Parity, ax: Axes | None = None) -> Axes:
+def plot_parity(points: Parity, ax: Axes, colour: str = ATTENTION) -> Axes:
     """Draw predicted against true times of held-out cases on logarithmic axes."""
-    ax = new_axes(2.9, 2.9) if ax is None else styled(ax)
-    ax.loglog(points.true_us, points.predicted_us, ".", color=ATTENTION, markersize=3, alpha=0.5, rasterized=True)
+    styled(ax).loglog(points.true_us, points.predicted_us, ".", color=colour, markersize=3, alpha=0.5, rasterized=True)
     ends = [points.true_us.min(), points.true_us.max()] if points.true_us.size else [1.0, 10.0]
     ax.plot(ends, ends, color=INK, linewidth=1)
     ax.set_xlabel("held-out time, µs")
     ax.set_ylabel("predicted, µs")
     ax.set_title(f"{points.name}\nmedian error {100 * points.median_error:.1f}%", fontsize=9, color=INK)
     return ax
+
+
+def draw_parities(parities: Sequence[Parity], colours: Sequence[str] = ()) -> Figure:
+    """Draw a panel for each; panels with colours are contestants on the same rows, side by side on one axis."""
+    columns = len(parities) if colours else min(4, len(parities))
+    lines = -(-len(parities) // columns)
+    figure = new_figure(2.6 * columns, 2.7 * lines)
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=bool(colours)).ravel()
+    for place, points in enumerate(parities):
+        plot_parity(points, axes[place], *colours[place : place + 1])
+        if colours and place:
+            axes[place].set_ylabel("")
+    for ax in axes[len(parities) :]:
+        ax.set_visible(False)
+    return figure
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -182,7 +153,7 @@ def styled(ax: Axes) -> Axes:
     return ax
 
 
-def as_svg(figure: Any, salt: str) -> str:
+def as_svg(figure: Any, salt: str) -> Markup:
     """Return an inline SVG whose text takes the page's colour; ``salt`` keeps ids of several pictures apart."""
     import matplotlib
 
@@ -190,7 +161,8 @@ def as_svg(figure: Any, salt: str) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}, dpi=160)
     text = buffer.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor")
+    # matplotlib escapes its texts.
+    return Markup(text[text.index("<svg") :].replace(INK, "currentColor"))
 
 
 def save_png(figure: Any, path: Path) -> None:

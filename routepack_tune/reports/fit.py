@@ -7,34 +7,38 @@ curves where a validation has it, and the model.
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from profiler.files import write_text
-from routepack_tune.reports.figures import as_svg
+from routepack_tune.reports.figures import as_svg, draw_parities, parity
 from routepack_tune.reports.fit_figures import (
     HeldOutRows,
+    colour_of,
     contestant_label,
     contestants,
     coverages,
     draw_errors,
-    draw_parities,
     gains,
     plot_coverages,
 )
-from routepack_tune.reports.quickstart import page, section
+from routepack_tune.reports.page import Block, Section, Table, page
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from costmodels import CostModel
     from costmodels.features import Operation
     from profiler import Measurements
 
 REPORT_FILE = "costmodel-report.html"
+WIDEST = 500
+"""Characters in a line of the terminal's table, which is never folded."""
 QUANTITIES = (("median_pct", "median"), ("mape_pct", "MAPE"), ("p95_pct", "p95"), ("worst_pct", "worst"))
 
 KINDS = {
@@ -46,7 +50,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorLine:
-    """Hold one contestant's errors on one split of one operation, percent."""
+    """One contestant's errors on one split of one operation, percent."""
 
     operation: str
     """``experts/forward`` and the like."""
@@ -76,24 +80,26 @@ def error_lines(validation: Mapping[str, Any]) -> list[ErrorLine]:
 
 def error_table(validation: Mapping[str, Any]) -> list[str]:
     """Return the lines of a plain table: a row per operation and split, a column per contestant."""
-    lines = error_lines(validation)
-    if not lines:
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for line in error_lines(validation):
+        shown = f"{line.median_pct:.1f} / {line.mape_pct:.1f} / {line.p95_pct:.1f}"
+        cells.setdefault((line.operation, line.split), {})[line.contestant] = shown
+    if not cells:
         return []
-    columns = [name for name in dict.fromkeys(line.contestant for line in lines) if name != "model"] + ["model"]
-    cells = {
-        (
-            line.operation,
-            line.split,
-            line.contestant,
-        ): f"{line.median_pct:.1f} / {line.mape_pct:.1f} / {line.p95_pct:.1f}"
-        for line in lines
-    }
-    table = [["held out, median / MAPE / p95 in %", *columns]]
-    for operation, split in dict.fromkeys((line.operation, line.split) for line in lines):
-        table.append([f"{operation}, {split}", *(cells.get((operation, split, name), "-") for name in columns)])
-    widths = [max(len(row[k]) for row in table) for k in range(len(columns) + 1)]
-    return ["  ".join(cell.ljust(width) if k == 0 else cell.rjust(width)
-                      for k, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in table]  # fmt: skip
+    columns = [*(name for name in dict.fromkeys(name for row in cells.values() for name in row) if name != "model")]
+    columns.append("model")
+    grid = Grid("held out, median / MAPE / p95 in %", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        grid.add_column(name, justify="right")
+    for (operation, split), row in cells.items():
+        grid.add_row(f"{operation}, {split}", *(row.get(name, "-") for name in columns))
+    console = Console(file=io.StringIO(), width=WIDEST, force_terminal=False, markup=False, emoji=False)
+    with console.capture() as captured:
+        console.print(grid)
+    return captured.get().splitlines()
 
 
 def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dict[str, HeldOutRows]:
@@ -102,6 +108,8 @@ def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dic
     Rows are found again in the measurements; where their times do not agree with the validation's, sizes and shapes
     are left out rather than guessed.
     """
+    from costmodels.features import size_of
+
     found = {}
     for (name, direction), fitted in model.models.items():
         held_out = model.parity.get(f"{name}_{direction}")
@@ -110,7 +118,7 @@ def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dic
         operation, size_N, shape_N = fitted.own.operation, None, None
         columns = _fitted_rows(measurements, operation, direction)
         if np.array_equal(columns["time_us"], held_out.true_us):
-            size_N, shape_N = _sizes(operation, columns), _shapes(operation, columns)
+            size_N, shape_N = size_of(operation, columns), _shapes(operation, columns)
         label = operation.features[operation.size[0]]
         found[f"{name}-{direction}"] = HeldOutRows(
             f"{name} {direction}", held_out.true_us, contestants(held_out), size_N, label, shape_N
@@ -129,12 +137,6 @@ def _fitted_rows(measurements: Sequence[Measurements], operation: Operation, dir
     return {name: column[good] for name, column in columns.items()}
 
 
-def _sizes(operation: Operation, columns: dict[str, np.ndarray]) -> np.ndarray:
-    from costmodels.features import size_of
-
-    return size_of(operation, columns)
-
-
 def _shapes(operation: Operation, columns: dict[str, np.ndarray]) -> np.ndarray:
     keys = np.stack([columns[name] for name in operation.family], axis=1).astype(np.int64)
     distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
@@ -143,109 +145,92 @@ def _shapes(operation: Operation, columns: dict[str, np.ndarray]) -> np.ndarray:
     return np.array(texts)[np.asarray(inverse).reshape(-1)]
 
 
-def fit_pictures(model: CostModel, rows: Mapping[str, HeldOutRows]) -> dict[str, str]:
+def fit_pictures(model: CostModel, rows: Mapping[str, HeldOutRows]) -> dict[str, Markup]:
     """Return every picture as SVG, by name: ``experts-forward-parity`` and the like."""
-    pictures = {}
+    figures: dict[str, Any] = {}
     for (name, direction), fitted in model.models.items():
         key = f"{name}-{direction}"
         if key in rows:
-            pictures[f"{key}-parity"] = as_svg(draw_parities(rows[key]), f"{key}-parity")
-            pictures[f"{key}-errors"] = as_svg(draw_errors(rows[key], gains(fitted)), f"{key}-errors")
-    if found := _coverages(model):
-        pictures["coverage"] = as_svg(plot_coverages(found).figure, "coverage")
-    return pictures
-
-
-def _coverages(model: CostModel) -> dict[str, float]:
-    return {
+            held = rows[key]
+            parities = [parity(label, held.true_us, predicted) for label, predicted in held.predicted_us.items()]
+            colours = [colour_of(label, place) for place, label in enumerate(held.predicted_us)]
+            figures[f"{key}-parity"] = draw_parities(parities, colours)
+            figures[f"{key}-errors"] = draw_errors(held, gains(fitted))
+    inside = {
         f"{operation} {where}": share
         for operation, entry in model.validation.items()
         if operation != "tables"
         for where, share in coverages(entry).items()
     }
+    if inside:
+        figures["coverage"] = plot_coverages(inside).figure
+    return {name: as_svg(figure, name) for name, figure in figures.items()}
 
 
-def write_fit_report(model: CostModel, measurements: Sequence[Measurements], folder: Path | str) -> dict[str, str]:
+def write_fit_report(model: CostModel, measurements: Sequence[Measurements], folder: Path | str) -> dict[str, Markup]:
     """Write the page into the cost model's folder; return its pictures, SVG by name."""
     pictures = fit_pictures(model, held_out_rows(model, measurements))
     write_text(Path(folder) / REPORT_FILE, render_fit(model, pictures))
     return pictures
 
 
-def render_fit(model: CostModel, pictures: Mapping[str, str]) -> str:
+def render_fit(model: CostModel, pictures: Mapping[str, Markup]) -> str:
     """Return the page."""
-    origin = model.fingerprint.origin
-    sections = [
-        section("Errors on rows that were held out", f"{origin} times", _errors(model)),
-        *(section(name, f"{origin} times", body) for name, body in _operations(model, pictures)),
-        section("Intervals", "held out", pictures.get("coverage", "")),
-        section("Frozen tables against the model", "", _tables(model)),
-        section("What to keep in mind", "", _list(model.tables.notes if model.tables else ())),
-        section("Where it comes from", "", _facts(model)),
+    device = model.fingerprint
+    times = f"{device.origin} times"
+    sections: list[Section] = [
+        ("Errors on rows that were held out", times, _errors(model)),
+        *(
+            (f"{name} {direction}", times, _operation(model, name, direction, pictures))
+            for name, direction in model.models
+        ),
+        ("Intervals", "held out", [pictures.get("coverage", "")]),
+        ("Frozen tables against the model", "", [_tables(model)]),
+        ("What to keep in mind", "", [model.tables.notes if model.tables else ()]),
+        ("Where it comes from", "", [_facts(model)]),
     ]
-    device = model.fingerprint
     subtitle = f"{device.name} ({device.arch}), {model.spec.name}, cap {model.max_tokens} tokens"
-    return page("Cost model", subtitle, "".join(sections))
+    return page("Cost model", subtitle, sections)
 
 
-def _errors(model: CostModel) -> str:
-    words = (
-        '<p class="soft">Rows of one size, or of one shape, are held out together; every contestant is fitted without '
-        "them. Absolute relative errors in percent.</p>"
-    )
-    body = []
-    for line in error_lines(model.validation):
-        numbers = "".join(f"<td>{getattr(line, name):.1f}</td>" for name, _ in QUANTITIES)
-        tuned = " class=tuned" if line.contestant == "model" else ""
-        label = html.escape(f"{line.operation}, {line.split}")
-        body.append(
-            f"<tr{tuned}><td>{label}</td><td>{html.escape(line.contestant)}</td><td>{line.rows}</td>{numbers}</tr>"
+def _errors(model: CostModel) -> list[Block]:
+    lines = error_lines(model.validation)
+    heads = ("task", "contestant", "rows", *(name for _, name in QUANTITIES))
+    rows = [
+        (
+            f"{line.operation}, {line.split}",
+            line.contestant,
+            line.rows,
+            *(f"{getattr(line, name):.1f}" for name, _ in QUANTITIES),
         )
-    head = "".join(f"<th>{name}</th>" for name in ("task", "contestant", "rows", *(name for _, name in QUANTITIES)))
-    return (
-        f'{words}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+        for line in lines
+    ]
+    words = (
+        "Rows of one size, or of one shape, are held out together; every contestant is fitted without them. Absolute "
+        "relative errors in percent."
+    )
+    return [words, Table(heads, rows, frozenset(k for k, line in enumerate(lines) if line.contestant == "model"))]
+
+
+def _operation(model: CostModel, name: str, direction: str, pictures: Mapping[str, Markup]) -> list[Block]:
+    fitted = model.models[name, direction]
+    said = f"{fitted.own.rows} rows fitted, {fitted.own.flagged_rows} left out by the consistency flags; priced by "
+    words = " ".join([f"{said}{KINDS.get(fitted.kind, fitted.kind)}.", *(f"{reason}." for reason in fitted.reasons)])
+    return [words, *(pictures.get(f"{name}-{direction}-{kind}", "") for kind in ("parity", "errors"))]
+
+
+def _tables(model: CostModel) -> Table:
+    found = {name: errors for name, errors in model.table_errors.items() if isinstance(errors, Mapping)}
+    heads = [name.removesuffix("_pct") + ", %" for name in next(iter(found.values()), ())]
+    return Table(
+        ("table", *heads), [(name, *(f"{value:.3f}" for value in errors.values())) for name, errors in found.items()]
     )
 
 
-def _operations(model: CostModel, pictures: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for (name, direction), fitted in model.models.items():
-        kind = KINDS.get(fitted.kind, fitted.kind)
-        said = [
-            f"{fitted.own.rows} rows fitted, {fitted.own.flagged_rows} left out by the consistency flags; "
-            f"priced by {kind}."
-        ]
-        body = f'<p class="soft">{html.escape(" ".join([*said, *(f"{reason}." for reason in fitted.reasons)]))}</p>'
-        shown = [
-            pictures[key] for key in (f"{name}-{direction}-parity", f"{name}-{direction}-errors") if key in pictures
-        ]
-        yield f"{name} {direction}", body + "".join(shown)
-
-
-def _tables(model: CostModel) -> str:
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td>" + "".join(f"<td>{value:.3f}</td>" for value in errors.values()) + "</tr>"
-        for name, errors in model.table_errors.items()
-        if isinstance(errors, Mapping)
-    )
-    if not rows:
-        return ""
-    heads = [name.removesuffix("_pct") + ", %" for name in _first_mapping(model.table_errors)]
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("table", *heads))
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-
-
-def _first_mapping(errors: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next(entry for entry in errors.values() if isinstance(entry, Mapping))
-
-
-def _list(lines: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
-
-
-def _facts(model: CostModel) -> str:
+def _facts(model: CostModel) -> dict[str, str]:
     device = model.fingerprint
-    sizes = {name: getattr(model.topology, name) for name in model.topology.__dataclass_fields__}
-    facts = {
+    sizes = asdict(model.topology)
+    return {
         "device": f"{device.name}, {device.arch}, {device.memory_gib} GiB, {device.origin}",
         "software": ", ".join(f"{name} {value}" for name, value in sorted(device.software.items())),
         "model": model.spec.name,
@@ -253,5 +238,3 @@ def _facts(model: CostModel) -> str:
         "measurements": model.data_hash,
         "seed": str(model.params.seed),
     }
-    shown = "".join(f"<dt>{name}</dt><dd>{html.escape(value)}</dd>" for name, value in facts.items() if value)
-    return f"<dl>{shown}</dl>"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, EXPERTS, INK, new_axes, new_figure, parity, styled
+from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, EXPERTS, INK, new_axes, new_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     from costmodels.learned.predictor import Predictor
     from costmodels.learned.validation import HeldOut
 
-LABELS = {"baseline": "fitted baseline", "alone": "LightGBM alone", "lightgbm_alone": "LightGBM alone",
-          "curve": "curve interpolation", "trees": "residual trees", "smooth": "smooth residual"}  # fmt: skip
+LABELS = {
+    "baseline": "fitted baseline",
+    "alone": "LightGBM alone",
+    "lightgbm_alone": "LightGBM alone",
+    "curve": "curve interpolation",
+    "trees": "residual trees",
+    "smooth": "smooth residual",
+}
 COLOURS = {"model": AFTER, "fitted baseline": BEFORE, "LightGBM alone": EXPERTS, "curve interpolation": ATTENTION}
 OTHER_COLOURS = ("#a855f7", "#ef4444", "#14b8a6")
 FEWEST_IN_BIN = 5
@@ -35,7 +41,7 @@ MOST_INPUTS = 12
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """Hold what every contestant said about rows that it had not seen."""
+    """What every contestant said about rows that it had not seen."""
 
     name: str
     """``experts forward`` and the like."""
@@ -146,22 +152,6 @@ def colour_of(name: str, place: int = 0) -> str:
     return COLOURS.get(name, OTHER_COLOURS[place % len(OTHER_COLOURS)])
 
 
-def draw_parities(rows: HeldOutRows) -> Figure:
-    """Draw predicted against true times, one panel a contestant."""
-    figure = new_figure(2.6 * len(rows.predicted_us), 2.7)
-    axes = figure.subplots(1, len(rows.predicted_us), squeeze=False, sharey=True)[0]
-    for place, (ax, (name, predicted)) in enumerate(zip(axes, rows.predicted_us.items(), strict=True)):
-        points = parity(name, rows.true_us, predicted)
-        styled(ax).loglog(points.true_us, points.predicted_us, ".", color=colour_of(name, place), markersize=3,
-                          alpha=0.5, rasterized=True)  # fmt: skip
-        ends = [rows.true_us.min(), rows.true_us.max()]
-        ax.plot(ends, ends, color=INK, linewidth=1)
-        ax.set_xlabel("held-out time, µs")
-        ax.set_title(f"{name}\nmedian error {100 * points.median_error:.1f}%", fontsize=9, color=INK)
-    axes[0].set_ylabel("predicted, µs")
-    return figure
-
-
 def draw_errors(rows: HeldOutRows, importance: Mapping[str, float]) -> Figure:
     """Draw errors by size and by shape, residuals, and what the trees look at."""
     figure = new_figure(10.4, 6.0)
@@ -173,9 +163,8 @@ def draw_errors(rows: HeldOutRows, importance: Mapping[str, float]) -> Figure:
     return figure
 
 
-def plot_errors_by_size(rows: HeldOutRows, ax: Axes | None = None) -> Axes:
+def plot_errors_by_size(rows: HeldOutRows, ax: Axes) -> Axes:
     """Draw every contestant's median error against size."""
-    ax = new_axes(4.5, 3.0) if ax is None else ax
     sizes, curves = errors_by_size(rows)
     for place, (name, errors) in enumerate(curves.items()):
         ax.semilogx(sizes, errors, "o-", color=colour_of(name, place), markersize=3, linewidth=1.4, label=name)
@@ -187,9 +176,8 @@ def plot_errors_by_size(rows: HeldOutRows, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_errors_by_shape(rows: HeldOutRows, ax: Axes | None = None) -> Axes:
+def plot_errors_by_shape(rows: HeldOutRows, ax: Axes) -> Axes:
     """Draw mean errors of the shapes that the model knows worst."""
-    ax = new_axes(4.5, 3.0) if ax is None else ax
     worst = errors_by_shape(rows)[::-1]
     y = np.arange(len(worst))
     for place, name in enumerate(rows.predicted_us):
@@ -200,9 +188,8 @@ def plot_errors_by_shape(rows: HeldOutRows, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_residuals(rows: HeldOutRows, ax: Axes | None = None) -> Axes:
+def plot_residuals(rows: HeldOutRows, ax: Axes) -> Axes:
     """Draw how predictions of every contestant spread around the truth."""
-    ax = new_axes(4.5, 3.0) if ax is None else ax
     edges = np.linspace(-40.0, 40.0, 81)
     for place, (name, predicted) in enumerate(rows.predicted_us.items()):
         error = 100.0 * (predicted / rows.true_us - 1.0)
@@ -214,9 +201,8 @@ def plot_residuals(rows: HeldOutRows, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_gains(importance: Mapping[str, float], ax: Axes | None = None) -> Axes:
+def plot_gains(importance: Mapping[str, float], ax: Axes) -> Axes:
     """Draw the inputs from which the trees gain most."""
-    ax = new_axes(4.5, 3.0) if ax is None else ax
     shown = list(importance.items())[:MOST_INPUTS][::-1]
     ax.barh([name for name, _ in shown], [share for _, share in shown], color=AFTER, height=0.6)
     ax.tick_params(axis="y", labelsize=7)

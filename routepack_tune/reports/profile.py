@@ -6,9 +6,8 @@ rows say; the physics line is fitted to the rows it is drawn through.
 
 from __future__ import annotations
 
-import html
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from profiler.files import write_text
 from routepack_tune.reports.figures import as_svg, new_figure
+from routepack_tune.reports.page import Block, Section, Table, Verdict, page
 from routepack_tune.reports.profile_figures import (
     EXCHANGES,
     OperationRows,
@@ -25,7 +25,6 @@ from routepack_tune.reports.profile_figures import (
     plot_throughput,
     plot_times,
 )
-from routepack_tune.reports.quickstart import page, section
 
 if TYPE_CHECKING:
     from profiler import Measurements
@@ -36,8 +35,8 @@ SHARES = (
     ("drift", "largest departure of the anchor from its median"),
     ("ends", "anchor at the end of the sweep against its start"),
     ("order_effect", "last repeats of a case against its first"),
-    ("clock_fall", "lowest clock under the highest"),
     ("foreign_cpu_share", "of the CPU used by other processes"),
+    ("clock_fall", "lowest clock under the highest"),
 )
 
 
@@ -50,62 +49,58 @@ def write_profile_report(measurements: Measurements, out: Path | str) -> Path:
 
 def render_profile(measurements: Measurements) -> str:
     """Return the page."""
-    meta, mark = measurements.meta, _origin(measurements)
+    meta, rows = measurements.meta, measurements.rows
+    sources = sorted(set(rows["source"].tolist()))
+    mark = f"{' and '.join(sources)} times" if sources else ""
+    dtype = str(meta.get("dtype") or Counter(rows["dtype"].tolist()).most_common(1)[0][0])
     device = meta["fingerprint"]
     operations = operation_rows(measurements)
-    sections = [
-        section("Was the device steady", mark, _steadiness(meta)),
-        section("Operations", mark, _overview(operations, device, _dtype(measurements))),
-        *(section(rows.name, mark, _operation(rows, device, _dtype(measurements))) for rows in operations),
-        section("Rounds", "measured", _rounds(meta.get("rounds") or ())),
-        section("Ranks", "measured", _ranks(meta.get("ranks") or ())),
-        section("Left out: what lies beyond is extrapolated", "", _limits(meta.get("limits") or ())),
-        section("What did not run", "", _table(("operation", "status", "message", "rows"), failures(measurements))),
-        section("Where it comes from", "", _facts(meta)),
+    failed = Table(("operation", "status", "message", "rows"), failures(measurements))
+    peak = peak_tflops(device, dtype)
+    sections: list[Section] = [
+        ("Was the device steady", mark, _steadiness(meta)),
+        ("Operations", mark, _overview(operations, peak)),
+        *((one.name, mark, _operation(one, peak)) for one in operations),
+        ("Rounds", "measured", [_rounds(meta.get("rounds") or ())]),
+        ("Ranks", "measured", _ranks(meta.get("ranks") or ())),
+        ("Left out: what lies beyond is extrapolated", "", [_limits(meta.get("limits") or ())]),
+        ("What did not run", "", [failed]),
+        ("Where it comes from", "", [_facts(meta)]),
     ]
     units = f", {device['units']} units" if device["units"] else ""
     model = (meta.get("model") or {}).get("name")
     subtitle = f"{device['name']} ({device['arch']}{units}), {model or 'no single model'}, {len(measurements)} rows"
-    return page("Profile", subtitle, "".join(sections))
+    return page("Profile", subtitle, sections)
 
 
 def failures(measurements: Measurements) -> list[tuple[str, str, str, int]]:
     """Return what has no time: operation and direction, status, message, rows."""
     rows = measurements.take(measurements.rows["status"] != "ok").rows
-    named = zip(rows["op"].tolist(), rows["direction"].tolist(), rows["status"].tolist(), rows["message"].tolist(),
-                strict=True)  # fmt: skip
+    named = zip(*(rows[name].tolist() for name in ("op", "direction", "status", "message")), strict=True)
     counted = Counter((f"{op} {direction}", status, message) for op, direction, status, message in named)
     return [(*key, count) for key, count in sorted(counted.items())]
 
 
-def _origin(measurements: Measurements) -> str:
-    found = set(measurements.rows["source"].tolist())
-    return f"{' and '.join(sorted(found))} times" if found else ""
-
-
-def _dtype(measurements: Measurements) -> str:
-    return str(measurements.meta.get("dtype") or Counter(measurements.rows["dtype"].tolist()).most_common(1)[0][0])
-
-
-def _steadiness(meta: Mapping[str, Any]) -> str:
+def _steadiness(meta: Mapping[str, Any]) -> list[Block]:
     found = meta.get("steadiness")
     if not found:
-        return "" if meta["fingerprint"].get("origin") == "published" else "<p>Nobody watched: profile again.</p>"
-    if found["steady"]:
-        words = "<p><b>Yes.</b> Nothing that was watched left its limits.</p>"
-    else:
-        words = "<p><b>No.</b> Do not fit these times; close other work and profile again into a new folder.</p>"
-        words += _list(found["problems"])
-    known = [(f"{100 * found[name]:.1f}%", text) for name, text in SHARES if found.get(name) is not None]
-    facts = "".join(f"<dt>{value}</dt><dd>{html.escape(text)}</dd>" for value, text in known)
+        published = meta["fingerprint"].get("origin") == "published"
+        return [] if published else [Verdict("Nobody watched: profile again.")]
     readings = (meta.get("anchor") or {}).get("readings") or ()
     limit = float((meta.get("params") or {}).get("max_drift", 0.25))
-    picture = as_svg(plot_course(readings, limit).figure, "course") if readings else ""
-    return f"{words}<dl>{facts}</dl>{picture}"
+    shares = {text: f"{100 * found[name]:.1f}%" for name, text in SHARES if found.get(name) is not None}
+    held = [f"{reason} at {looks} look{'s' * (looks != 1)}" for reason, looks in (found.get("held_by") or {}).items()]
+    yes = Verdict("Nothing that was watched left its limits.", "Yes.")
+    no = Verdict("Do not fit these times; close other work and profile again into a new folder.", "No.")
+    return [
+        yes if found["steady"] else no,
+        () if found["steady"] else found["problems"],
+        shares | {"clocks held down by": ", ".join(held)},
+        as_svg(plot_course(readings, limit).figure, "course") if readings else "",
+    ]
 
 
-def _overview(operations: Sequence[OperationRows], device: Mapping[str, Any], dtype: str) -> str:
-    peak = peak_tflops(device, dtype)
+def _overview(operations: Sequence[OperationRows], peak: float) -> list[Block]:
     lines = []
     for rows in operations:
         best = np.nanmax(rows.gbps_R if rows.op in EXCHANGES else rows.tflops_R)
@@ -120,14 +115,14 @@ def _overview(operations: Sequence[OperationRows], device: Mapping[str, Any], dt
         else "The device's peak is not known: throughput is shown against the best that was seen here."
     )
     heads = ("operation", "rows", "doubtful", "of them flagged", "from the physics line", "best", "of the peak")
-    return f'<p class="soft">{words}</p>{_table(heads, lines)}'
+    return [words, Table(heads, lines)]
 
 
-def _operation(rows: OperationRows, device: Mapping[str, Any], dtype: str) -> str:
+def _operation(rows: OperationRows, peak: float) -> list[Block]:
     figure = new_figure(9.6, 3.3)
     left, right = figure.subplots(1, 2)
     plot_times(rows, left)
-    plot_throughput(rows, peak_tflops(device, dtype), right)
+    plot_throughput(rows, peak, right)
     said = ["Grey: the physics line, for the commonest shapes."]
     if rows.doubtful_R.any():
         said.append(
@@ -139,42 +134,38 @@ def _operation(rows: OperationRows, device: Mapping[str, Any], dtype: str) -> st
         said.append(f"With nothing to do it takes {float(np.median(idle)):.1f} µs.")
     if (rows.gbps_R > 0).any():
         said.append(f"Best {float(np.nanmax(rows.gbps_R)):.3g} GB/s of weights, inputs and outputs.")
-    return f'<p class="soft">{html.escape(" ".join(said))}</p>{as_svg(figure, rows.name.replace(" ", "-"))}'
+    return [" ".join(said), as_svg(figure, rows.name.replace(" ", "-"))]
 
 
-def _rounds(rounds: Sequence[Mapping[str, Any]]) -> str:
+def _rounds(rounds: Sequence[Mapping[str, Any]]) -> Table:
     ops = sorted({op for one in rounds for op in one.get("errors_pct", {})})
-    lines = [
-        (
-            number, one["cases"], f"{one['minutes']:.2f}",
-            *(f"{one['errors_pct'][op]:.1f}" if op in one["errors_pct"] else "-" for op in ops),
-            str(one.get("stopped_by", "")).replace("_", " "),
-        )
-        for number, one in enumerate(rounds, 1)
-    ]  # fmt: skip
-    errors = [f"{op.replace('_', ' ')}, held-out error %" for op in ops]
-    return _table(("round", "cases", "minutes", *errors, "stopped by"), lines)
+    lines = []
+    for number, one in enumerate(rounds, 1):
+        errors = [f"{one['errors_pct'][op]:.1f}" if op in one["errors_pct"] else "-" for op in ops]
+        stopped = str(one.get("stopped_by", "")).replace("_", " ")
+        lines.append((number, one["cases"], f"{one['minutes']:.2f}", *errors, stopped))
+    heads = [f"{op.replace('_', ' ')}, held-out error %" for op in ops]
+    return Table(("round", "cases", "minutes", *heads, "stopped by"), lines)
 
 
-def _ranks(ranks: Sequence[Mapping[str, Any]]) -> str:
+def _ranks(ranks: Sequence[Mapping[str, Any]]) -> list[Block]:
     if len(ranks) < 2:
-        return ""
+        return []
     slow = max(ranks, key=lambda one: one["speed"])
     words = f"Slowest: rank {slow['rank']} on {slow['host']}, {100 * (slow['speed'] - 1):.1f}% above the median time."
     lines = [(one["rank"], one["host"], one["device"], f"{one['speed']:.3f}") for one in ranks]
-    table = _table(("rank", "host", "device", "time over the median"), lines)
-    return f'<p class="soft">{html.escape(words)}</p>{table}'
+    return [words, Table(("rank", "host", "device", "time over the median"), lines)]
 
 
-def _limits(limits: Sequence[Mapping[str, Any]]) -> str:
+def _limits(limits: Sequence[Mapping[str, Any]]) -> Table:
     names = ("op", "what", "wanted", "designed", "reason")
-    lines = [tuple(one.get(name, "") for name in names) for one in limits]
-    return _table(("operation", "what", "wanted", "timed up to", "reason"), lines)
+    lines = [[one.get(name, "") for name in names] for one in limits]
+    return Table(("operation", "what", "wanted", "timed up to", "reason"), lines)
 
 
-def _facts(meta: Mapping[str, Any]) -> str:
+def _facts(meta: Mapping[str, Any]) -> dict[str, Any]:
     device = meta["fingerprint"]
-    facts = {
+    return {
         "device": f"{device['name']}, {device['memory_gib']} GiB, {device.get('l2_mib', 0) or 'unknown'} MiB L2",
         "links": ", ".join(filter(None, (device["interconnect"], device.get("pcie", ""), device.get("network", "")))),
         "ranks per node": str(device["ranks_per_node"]),
@@ -184,17 +175,3 @@ def _facts(meta: Mapping[str, Any]) -> str:
         "token cap": str(meta.get("max_tokens", "")),
         "backward": str(meta.get("backward", "")),
     }
-    shown = "".join(f"<dt>{name}</dt><dd>{html.escape(value)}</dd>" for name, value in facts.items() if value)
-    return f"<dl>{shown}</dl>"
-
-
-def _table(heads: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    if not lines:
-        return ""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in line) + "</tr>" for line in lines)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _list(lines: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"

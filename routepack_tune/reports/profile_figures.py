@@ -40,7 +40,7 @@ FLOPS_PER_CLOCK = {"sm_80": 2048, "sm_90": 4096, "sm_100": 8192}
 
 @dataclass(frozen=True)
 class OperationRows:
-    """Hold the good rows of one operation and direction, and what physics says of each."""
+    """The good rows of one operation and direction, and what physics says of each."""
 
     op: str
     direction: str

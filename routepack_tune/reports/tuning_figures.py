@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Hold how a study went, trial by trial."""
+    """How a study went, trial by trial."""
 
     number_T: np.ndarray
     value_T: np.ndarray
@@ -49,7 +49,7 @@ def course(history: Sequence[Mapping[str, Any]]) -> Course:
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """Hold one batch before and after tuning; predicted seconds, means over seeds."""
+    """One batch before and after tuning; predicted seconds, means over seeds."""
 
     name: str
     no_planner_s: float

@@ -221,9 +221,12 @@ def test_refit_never_in_place_nor_without_times(job, bundle):
 
 def test_intervals_of_median_and_trend():
     assert median_interval(np.arange(5.0)) == (2.0, 0.0, 4.0)
+    assert median_interval(np.ones(1)) == (1.0, 1.0, 1.0)
     # Binomial(20, 1/2): P(X <= 5) = 0.0207, so the 6th and the 15th of 20 values.
     assert median_interval(np.arange(20.0)) == (9.5, 5.0, 14.0)
     assert trend_interval(np.arange(10.0) * 0.5) == (0.5, 0.5, 0.5)
+    # Slopes of pairs 1, 1.5, 2, 2, 2.5, 3; Kendall's interval of 4 values holds them all.
+    assert trend_interval(np.array([0.0, 1.0, 3.0, 6.0])) == (2.0, 1.0, 3.0)
     assert trend_interval(np.zeros(1)) == (0.0, 0.0, 0.0)
 
 

@@ -133,6 +133,16 @@ def test_the_verdict_of_an_unsteady_profile_leads_the_page():
     assert text.index("used 23%") < text.index("Operations")
 
 
+def test_what_held_clocks_down_is_a_fact_beside_their_fall():
+    held = {"the power cap": 4, "heat": 1}
+    text = render_profile(measured(steadiness={**STEADY, "clock_fall": 0.124, "held_by": held}))
+    fall = "<dt>lowest clock under the highest</dt><dd>12.4%</dd>"
+    assert f"{fall}<dt>clocks held down by</dt><dd>the power cap at 4 looks, heat at 1 look</dd>" in text
+    assert "<b>Yes.</b>" in text
+    for more in ({}, {"held_by": {}}, {"held_by": None}):
+        assert "clocks held down by" not in render_profile(measured(steadiness={**STEADY, **more}))
+
+
 def test_published_tables_are_called_so():
     rows = [{**one, "source": "published"} for one in rows_of_a_device()]
     fingerprint = {**DEVICE.to_dict(), "origin": "published", "clock_max_mhz": 0}

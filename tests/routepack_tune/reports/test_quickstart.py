@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routepack_tune.api import _planner
+from routepack_tune.api import untuned_planner
+from routepack_tune.config import load_config
 from routepack_tune.reports.comparison import (
     TUNED,
     Outcome,
@@ -22,15 +24,14 @@ from routepack_tune.reports.comparison import (
 from routepack_tune.reports.figures import (
     as_svg,
     parity,
-    plot_history,
     plot_hottest,
     plot_parity,
     plot_rank_load,
     plot_time_split,
     short_name,
-    tuning_history,
 )
-from routepack_tune.reports.quickstart import Report, headline, parities_of, render, write_report
+from routepack_tune.reports.quickstart import Report, parities_of, render, write_report
+from routepack_tune.reports.tuning_figures import course
 from routepack_tune.steps.traces import load_step_batch
 from search import BASELINES, DEFAULT_BASELINE, build_problem, price_baseline
 
@@ -57,15 +58,6 @@ def test_rank_load_without_rows_is_even():
     assert found.hottest.size == 0
 
 
-def test_tuning_history_knows_best_and_infeasible():
-    trials = [{"number": n, "value": v} for n, v in enumerate([1.0, 0.8, None, 0.9, float("nan"), 0.7])]
-    history = tuning_history(trials[::-1])
-    assert history.numbers.tolist() == [0, 1, 3, 5]
-    assert history.best.tolist() == [1.0, 0.8, 0.8, 0.7]
-    assert history.infeasible.tolist() == [2, 4]
-    assert tuning_history([]).numbers.size == 0
-
-
 def test_parity_keeps_ends_and_error_of_all():
     true = np.arange(1.0, 5001.0)
     found = parity("x", true, true * 1.1, most=100)
@@ -82,7 +74,7 @@ def test_names_fit_under_bars():
 
 @pytest.fixture
 def planner(job):
-    return _planner(None, job.costmodel, job.config, False)
+    return untuned_planner(job.costmodel, load_config(job.config))
 
 
 def test_comparison_covers_default_baselines_and_tuned(job, planner):
@@ -104,6 +96,22 @@ def test_comparison_covers_default_baselines_and_tuned(job, planner):
         assert 0 <= one.lost_share < 1
 
 
+@pytest.mark.parametrize("changed", [{"sequence_alignment": 32}, {"couple_blocks": True}])
+def test_every_contestant_pays_the_planners_own_prices(job, planner, changed):
+    """The default plan without the settings' alignment or coupling would be cheaper than the tuned plan may be."""
+    topology = dataclasses.replace(planner.topology, data_parallel_size=4)
+    paying = dataclasses.replace(planner, topology=topology, params=dataclasses.replace(planner.params, **changed))
+    batch = load_step_batch(job.step, planner.spec)
+    free = dataclasses.replace(paying, params=planner.params)
+    found, cheap = (compare_planners(one, [batch])[0] for one in (paying, free))
+    problem = build_problem(batch, paying.tables, paying.spec, topology, paying.max_tokens, paying.params)
+    priced, _ = price_baseline(problem, DEFAULT_BASELINE)
+    assert found.step_s == pytest.approx(priced.step_time().step_time_s)
+    assert found.step_s > cheap.step_s
+    before, _ = loads_before_and_after(paying, batch, paying.plan(batch))
+    assert before.relative_LP == pytest.approx(rank_load(priced.rank_rows_RBPL).relative_LP)
+
+
 def _ideal(problem, rows):
     from search import balanced_ns
 
@@ -115,10 +123,11 @@ def report(job, planner):
     batch = load_step_batch(job.step, planner.spec)
     before, after = loads_before_and_after(planner, batch, planner.plan(batch))
     true = np.geomspace(1, 1000, 50)
+    trials = [{"number": n, "value": value, "state": "complete"} for n, value in enumerate((1.0, 0.9))]
     return Report(
         title="A <title>", subtitle="synthetic & predicted",
         outcomes=[outcome(DEFAULT_BASELINE, 2.0, 0.4), outcome("first-fit decreasing + LPT", 1.5), outcome(TUNED, 1.0)],
-        before=before, after=after, history=tuning_history([{"number": 0, "value": 1.0}, {"number": 1, "value": 0.9}]),
+        before=before, after=after, course=course(trials),
         parities=[parity("experts forward", true, true * 1.02)], facts={"device": "<H200>"},
         notes=["backward is assumed 2x forward"], marks={"times": "synthetic batches, predicted times"},
     )  # fmt: skip
@@ -157,21 +166,19 @@ def test_ids_of_pictures_do_not_collide(report):
     assert sum(map(len, clips)) == len(set().union(*clips))
 
 
-def test_headline_compares_with_default_and_best_baseline(report):
-    assert headline(report.outcomes) == {
-        "over_default": 2.0, "over_best_baseline": 1.5, "default_lost": 0.4, "tuned_lost": 0.1
-    }  # fmt: skip
+def test_tiles_compare_with_default_and_best_baseline(report):
+    tiles = re.findall(r'<div class="card(?: good)?"><b>([^<]+)</b>', render(report))
+    assert tiles == ["2.00x", "1.50x", "40.0% → 10.0%", "0.01 s"]
 
 
 def test_plots_draw_on_given_axes(report):
     from matplotlib.figure import Figure
 
-    axes = Figure().subplots(1, 5)
+    axes = Figure().subplots(1, 4)
     assert plot_time_split(report.outcomes, axes[0]) is axes[0]
     assert plot_rank_load(report.before, "t", 1.5, axes[1]) is axes[1]
     assert plot_hottest(report.before, report.after, axes[2]) is axes[2]
-    assert plot_history(report.history, axes[3]) is axes[3]
-    assert plot_parity(report.parities[0], axes[4]) is axes[4]
+    assert plot_parity(report.parities[0], axes[3]) is axes[3]
     assert "currentColor" in as_svg(axes[0].figure, "x")
 
 
