@@ -54,7 +54,8 @@ class Claims:
             self._held = True
             try:
                 _fail_abandoned(self._study, self._server)
-                finished, running = count_finished(self._study), len(_running(self._study))
+                # In this order a trial that ends in between counts twice, which costs a look; else it would be missed.
+                running, finished = len(_running(self._study)), count_finished(self._study)
             except BaseException:
                 self.let_go()
                 raise

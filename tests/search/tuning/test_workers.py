@@ -142,6 +142,22 @@ def test_nobody_begins_between_anothers_look_and_its_beginning(storage):
     assert len(one.trials) == 1
 
 
+def test_a_trial_that_ends_between_two_looks_is_not_missed(tmp_path, monkeypatch):
+    (one, first), (two, second) = (claims(f"journal:{tmp_path}/j", 1, worker) for worker in range(2))
+    trial, reads, read = begin(one, first), [], two.get_trials
+
+    def reading(*arguments, **options):
+        found = read(*arguments, **options)
+        reads.append(options)
+        if len(reads) == 2:  # the first of the two that count; the one before looked for dead workers
+            one.tell(trial, 1.0)
+        return found
+
+    monkeypatch.setattr(two, "get_trials", reading)
+    assert begin(two, second) is None
+    assert len(one.trials) == 1
+
+
 CLAIM = """
 import os, signal, sys
 sys.path[:0] = {path!r}
