@@ -51,5 +51,5 @@ def _best_s(case: Case, backend: TorchBackend) -> float:
         raise RoutePackError(
             f"This {backend.kind} device cannot run {case.op} in {backend.dtype_name} "
             f"({type(error).__name__}: {first}). "
-            "Set profile.dtype to a type that it computes (auto chooses one)."
+            "Set profile.dtype to a type that it computes (auto chooses one), or free its memory."
         ) from error
