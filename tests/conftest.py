@@ -1,0 +1,14 @@
+"""Compiled kernels are kept by the text of all kernels.
+
+numba knows a function's own file alone: a kernel whose callee in another file has changed would come from its cache as
+it was. Processes that tests start inherit the folder.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = [path for room in ("costmodels", "search") for path in sorted((ROOT / room).rglob("*.py"))]
+TEXT = b"".join(path.read_bytes() for path in KERNELS if b"njit" in path.read_bytes())
+os.environ["NUMBA_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "numba" / hashlib.sha256(TEXT).hexdigest()[:12])
