@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from profiler.cases.case import Seen
 from profiler.cases.design import Design, design_cases
 from profiler.cases.doubt import DOUBT, doubtful_cases
 from profiler.cases.estimates import Rates
 from profiler.cases.rounds import Chooser
-from profiler.cases.seen import Seen
 from profiler.compute_sweep import run_cases
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, fingerprint_device
@@ -35,8 +35,8 @@ from profiler.ranks.slow_ranks import (
     time_speeds,
     warn_of_slow_ranks,
 )
-from profiler.rates import measure_rates
-from profiler.steadiness import Watch, drift, steadiness, warn_of_problems
+from profiler.steadiness import steadiness, warn_of_problems, watched
+from profiler.timer import measure_rates
 from profiler.topology import Topology
 
 RUNS_OF_A_CASE = 2
@@ -90,7 +90,7 @@ def profile_device(
         stage = Stage(ranks, backend, params, fingerprint)
         _begin(journal, stage, question)
         limits: list[dict[str, Any]] = []
-        with Watch(backend, journal):
+        with watched(backend, journal):
             with ranks.together():
                 design = _design(journal, backend, question)
                 if ranks.rank == 0:
@@ -190,7 +190,7 @@ def _meta(journal: Journal, question: _Question) -> dict[str, Any]:
         "threads": header["threads"],
         "rates": header["rates"],
         "links": header["links"],
-        "anchor": drift(journal.anchors),
+        "anchor": {"readings": journal.anchors},
         "rounds": journal.rounds,
         "steadiness": steadiness(journal, params),
     }

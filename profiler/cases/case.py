@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profiler.cases.operations import HEADS, TILE_ROWS, operation
+from profiler.cases.operations import HEADS, OPERATIONS, TILE_ROWS
 from profiler.files import content_hash
 
 
@@ -34,9 +34,19 @@ class Case:
         return case_id(self.op, direction, self.dtype or dtype, self.features)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A few dozen cells and rank loads of the user's own steps, so that what will be planned is what is timed."""
+
+    cells: tuple[tuple[int, ...], ...] = ()
+    """Sequence lengths of every cell."""
+    rank_rows: tuple[tuple[int, ...], ...] = ()
+    """Rows per local expert of one EP rank in one layer, for every load."""
+
+
 def case_id(op: str, direction: str, dtype: str, features: Mapping[str, int]) -> str:
     """Return 16 hex digits of the hash over operation, direction, type and features."""
-    named = {name: int(features[name]) for name in operation(op).features}
+    named = {name: int(features[name]) for name in OPERATIONS[op].features}
     return content_hash({"op": op, "direction": direction, "dtype": dtype, "features": named})[:16]
 
 

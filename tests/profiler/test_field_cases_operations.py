@@ -28,7 +28,7 @@ def experts(counts, hidden=16, inter=24, dtype=""):
 
 @pytest.mark.parametrize("counts", [HALF_EMPTY, (0,) * 6, (0, 0, 0, 0, 0, 1)])
 def test_fc_31_experts_without_tokens_compute_what_a_loop_over_experts_does(backend, counts):
-    run, inputs = WORKS["experts"](experts(counts), backend)[:2]
+    run, inputs = WORKS["experts"](experts(counts), backend)
     output, expected = run(), experts_slow(*inputs, counts)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
     upstream = torch.randn_like(output)
@@ -71,7 +71,7 @@ def test_eight_bit_experts_differentiate_in_the_type_of_the_sweep(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", product)
     backend = backends.TorchBackend("cpu", ProfileParams(dtype="bfloat16", threads=1))
     counts = (16, 0, 48)
-    run, inputs = WORKS["experts"](experts(counts, 64, 32, "float8_e4m3fn"), backend)[:2]
+    run, inputs = WORKS["experts"](experts(counts, 64, 32, "float8_e4m3fn"), backend)
     output, expected = run(), experts_slow(*inputs, counts)
     upstream = torch.randn_like(output)
     own, right = (torch.autograd.grad(tensor, inputs, upstream) for tensor in (output, expected))
@@ -100,7 +100,7 @@ def test_r_14_packed_kernels_never_see_length_zero_or_a_longest_length_of_one(ba
     assert starts.tolist() == [0, 1, 2]
     assert longest == 2
     # One token attends to itself alone.
-    run, (_, _, value) = WORKS["attention"](case, backend)[:2]
+    run, (_, _, value) = WORKS["attention"](case, backend)
     torch.testing.assert_close(run(), value)
 
 
@@ -127,7 +127,7 @@ def test_r_22_no_operation_reads_memory_that_nobody_wrote(backend, poisoned_memo
     lengths = (3, 70)
     linear = Case("linear_attention", "", linear_attention_features(lengths, (2, 2, 8, 8)), lengths)
     for case in (linear, experts(HALF_EMPTY)):
-        run, inputs = WORKS[case.op](case, backend)[:2]
+        run, inputs = WORKS[case.op](case, backend)
         output = run()
         gradients = torch.autograd.grad(output, inputs, torch.ones_like(output))
         assert all(tensor.isfinite().all() for tensor in (output, *gradients))

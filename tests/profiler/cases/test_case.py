@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.cases.case import Case, attention_features, causal_pairs, experts_features
-from profiler.cases.estimates import case_elements, forward_flops
+from profiler.cases.estimates import case_bytes, forward_flops
 from profiler.cases.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[3]
@@ -62,9 +62,8 @@ def test_a_case_id_needs_every_feature():
 
 def test_an_operation_nobody_knows_is_an_error_not_another_ones_estimate():
     case = Case("convolution", "", {"rows": 8, "hidden_size": 4, "inter_size": 2, "local_experts": 1})
-    asked = (forward_flops, case_elements, lambda case: case.case_id("forward", "x"))
-    for ask in asked:
-        with pytest.raises(ValueError, match="Unknown operation 'convolution': expected one of attention, "):
+    for ask in (forward_flops, lambda case: case_bytes(case, 2), lambda case: case.case_id("forward", "x")):
+        with pytest.raises(KeyError, match="convolution"):
             ask(case)
 
 

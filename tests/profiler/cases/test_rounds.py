@@ -24,7 +24,7 @@ class Script:
     def __init__(self, rounds=3, size=4, reason="target_error"):
         self.rounds, self.size, self.reason = rounds, size, reason
 
-    def next_round(self, pool, timed, rows, params):
+    def __call__(self, pool, timed, rows, params):
         done, known = {id(case) for case in timed}, list(rows)
         left = [case for case in pool[: self.rounds * self.size] if id(case) not in done]
         full = len(timed) // self.size
