@@ -26,6 +26,8 @@ from profiler.timer import both_looks, time_case
 WHAT, WHAT_AGAIN = "profile", "profile short and doubtful cases again"
 """Names under which a sweep reports its progress; later rounds add their number."""
 MAX_MINUTES = "max_minutes"
+ANCHOR_EVERY = 12
+"""One fixed case is timed again after this many cases, to see the device drift."""
 MAX_LOOKS = 3
 """A case that stays slower than a larger one is timed this often in all; then it is marked, for it may be real."""
 SHORT_US = 5000.0
@@ -97,7 +99,7 @@ class _Sweep:
             for case in asked.cases:
                 if self.minutes_left() <= 0:
                     break
-                if count % self.params.anchor_every == 0:
+                if count % ANCHOR_EVERY == 0:
                     self._time_anchor()
                 rows = time_case(case, self.backend, self.params)
                 self.journal.add_case(rows)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from profiler.cases.case import Case, attention_features
+from profiler.cases.case import Case, cell_case
 from profiler.cases.doubt import faster
 from profiler.cases.estimates import Rates, forward_flops
 from profiler.cases.operations import DIRECTIONS
@@ -178,7 +178,7 @@ def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:
     """
     size = PROBE_SIZE[backend.kind]
     gemm = Case("dense", "", {"tokens": size, "n": size, "k": size})
-    core = Case("attention", "single", attention_features((size,), PROBE_HEADS, 0), (size,))
+    core = cell_case("attention", "single", (size,), PROBE_HEADS)
     return Rates(
         memory_bytes=int(params.max_memory_gib * 2**30) or int(backend.free_bytes() * USABLE_MEMORY),
         gemm_flops_per_s=forward_flops(gemm) / _best_s(gemm, backend),

@@ -60,44 +60,35 @@ def causal_pairs(lengths: np.ndarray, window: np.ndarray | int = 0) -> np.ndarra
     return reach * (reach + 1) // 2 + (lengths - reach) * reach
 
 
-def attention_features(lengths: tuple[int, ...], heads: tuple[int, int, int, int], window: int) -> dict[str, int]:
-    """Return the features of an attention core; ``heads`` is (query heads, key-value heads, qk dim, v dim)."""
-    pairs = int(causal_pairs(np.asarray(lengths), window).sum())
-    return {**linear_attention_features(lengths, heads), "pairs": pairs, "window": window}
+def cell_case(
+    op: str, pattern: str, lengths: tuple[int, ...], heads: tuple[int, int, int, int], window: int = 0
+) -> Case:
+    """Return the ``attention`` or ``linear_attention`` core of one cell.
 
-
-def linear_attention_features(lengths: tuple[int, ...], heads: tuple[int, int, int, int]) -> dict[str, int]:
-    """Return the features of a linear attention core; ``heads`` is (value heads, key heads, key dim, value dim).
-
-    Sequences of length 0 are none: no kernel sees them.
+    ``heads`` is (query heads, key-value heads, qk dim, v dim), of linear attention (value heads, key heads, key dim,
+    value dim). Sequences of length 0 are none: no kernel sees them.
     """
-    cell = {"tokens": sum(lengths), "num_sequences": len(filled(lengths)), "max_length": max(lengths)}
-    return cell | dict(zip(HEADS, heads, strict=True))
+    features = {"tokens": sum(lengths), "num_sequences": len(filled(lengths)), "max_length": max(lengths)}
+    features |= dict(zip(HEADS, heads, strict=True))
+    if op == "attention":
+        features |= {"pairs": int(causal_pairs(np.asarray(lengths), window).sum()), "window": window}
+    return Case(op, pattern, features, lengths)
 
 
 def filled(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the lengths above 0: variable-length kernels fail on empty sequences.
-
-    Raises
-    ------
-    ValueError
-        If none is.
-    """
+    """Return the lengths above 0, for variable-length kernels fail on empty sequences; ValueError if none is."""
     some = tuple(length for length in lengths if length > 0)
     if not some:
         raise ValueError(f"Expected at least one sequence with tokens, got lengths {lengths}.")
     return some
 
 
-def router_features(tokens: int, hidden: int, num_experts: int, top_k: int) -> dict[str, int]:
-    """Return the features of choosing ``top_k`` of ``num_experts`` experts for every token of one rank."""
-    return {"tokens": tokens, "hidden_size": hidden, "num_experts": num_experts, "top_k": top_k}
-
-
-def experts_features(rows_per_expert: tuple[int, ...], hidden: int, inter: int, num_experts: int) -> dict[str, int]:
-    """Return the features of a grouped expert GEMM whose rank handles only its own rows (``router_tokens`` 0)."""
+def experts_case(
+    pattern: str, rows_per_expert: tuple[int, ...], hidden: int, inter: int, num_experts: int, dtype: str = ""
+) -> Case:
+    """Return the grouped expert GEMM of a rank that handles only its own rows (``router_tokens`` 0)."""
     counts = np.asarray(rows_per_expert, dtype=np.int64)
-    return {
+    features = {
         "rows": int(counts.sum()),
         "active_experts": int((counts > 0).sum()),
         "padded_rows": int(padded_rows(counts).sum()),
@@ -108,6 +99,7 @@ def experts_features(rows_per_expert: tuple[int, ...], hidden: int, inter: int, 
         "router_tokens": 0,
         "num_experts": num_experts,
     }
+    return Case("experts", pattern, features, rows_per_expert, dtype)
 
 
 def padded_rows(rows_per_expert: np.ndarray) -> np.ndarray:

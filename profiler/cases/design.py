@@ -17,14 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler.cases.case import (
-    Case,
-    Seen,
-    attention_features,
-    experts_features,
-    linear_attention_features,
-    router_features,
-)
+from profiler.cases.case import Case, Seen, cell_case, experts_case
 from profiler.cases.estimates import Rates, case_bytes, case_seconds
 from profiler.errors import RoutePackError
 from profiler.model_spec import ModelSpec
@@ -49,6 +42,8 @@ HOT_SHARES = (0.3, 0.6, 1.0)
 """Share of all rows that goes to one expert."""
 EMPTY_PARTS = (2, 4)
 """Of partly empty ranks, one expert in so many has rows."""
+LOAD_FACTOR = 2.0
+"""Most routed rows of an expert rank, as a multiple of its mean load at a full cap."""
 RUNS_OUTSIDE_REPEATS = 2
 """Warm-up runs that a case must afford besides its least repeats."""
 
@@ -79,21 +74,18 @@ def design_cases(
 ) -> Design:
     """Return the pool for one model, topology and token cap, in a seeded order.
 
-    Raises
-    ------
-    RoutePackError
-        If the experts do not divide over the ranks, or the device affords no case at all of some operation.
+    RoutePackError if the experts do not divide over the ranks, or the device affords no case of some operation.
     """
     ranks = topology.expert_model_parallel_size
     if spec.num_experts % ranks:
         raise RoutePackError(
             f"{spec.name} has {spec.num_experts} experts; expert_model_parallel_size {ranks} must divide them."
         )
-    largest, rng = max(1, round(max_tokens * params.size_fraction)), np.random.default_rng(params.seed)
-    pool = _Pool(spec, topology, largest, params, rates, item_bytes, seen or Seen())
-    found = {"attention": pool.attention()}
+    rng = np.random.default_rng(params.seed)
+    pool = _Pool(spec, topology, max_tokens, params, rates, item_bytes, seen or Seen())
+    found = {"attention": [case for window in spec.attention_windows for case in pool.cells("attention", window)]}
     if any(spec.linear_layers):
-        found["linear_attention"] = pool.linear_attention()
+        found["linear_attention"] = pool.cells("linear_attention")
     found |= {"dense": pool.dense(), "router": pool.router(), "experts": pool.experts(rng)}
     distinct: dict[str, Case] = {}
     for op, cases in found.items():
@@ -115,7 +107,7 @@ class _Pool:
 
     spec: ModelSpec
     topology: Topology
-    largest_cell: int
+    max_tokens: int
     params: ProfileParams
     rates: Rates
     item_bytes: int
@@ -142,26 +134,12 @@ class _Pool:
             self.limits.append(about | {"reason": self.refusal(limit)})
         return afforded
 
-    def attention(self) -> list[Case]:
-        heads, cases = self.spec.attention_heads(self.topology.tensor_model_parallel_size), []
-        for window in self.spec.attention_windows:
-
-            def cell(pattern: str, lengths: tuple[int, ...], window: int = window) -> Case:
-                return Case("attention", pattern, attention_features(lengths, heads, window), lengths)
-
-            cases += self._cells(cell, f"window {window}" if window else "full attention")
-        return cases
-
-    def linear_attention(self) -> list[Case]:
-        heads = self.spec.attention_heads(self.topology.tensor_model_parallel_size, linear=True)
+    def cells(self, op: str, window: int = 0) -> list[Case]:
+        """Return cells as the user's steps hold them, of one sequence, of equal sequences and of mixed lengths."""
+        heads = self.spec.attention_heads(self.topology.tensor_model_parallel_size, op == "linear_attention")
 
         def cell(pattern: str, lengths: tuple[int, ...]) -> Case:
-            return Case("linear_attention", pattern, linear_attention_features(lengths, heads), lengths)
-
-        return self._cells(cell, "linear attention")
-
-    def _cells(self, cell: Callable[[str, tuple[int, ...]], Case], label: str) -> list[Case]:
-        """Return cells as the user's steps hold them, of one sequence, of equal sequences and of mixed lengths."""
+            return cell_case(op, pattern, lengths, heads, window)
 
         def single(length: int) -> Case:
             return cell("single", (length,))
@@ -169,8 +147,9 @@ class _Pool:
         def mixed(total: int, part: int = MEDIAN_SHARES[0]) -> Case:
             return cell("mixed", mixed_lengths(total, total / part))
 
-        longest = self.largest(f"{label}, tokens of one sequence", self.largest_cell, single)
-        most = self.largest(f"{label}, tokens of mixed lengths", self.largest_cell, mixed)
+        label = f"window {window}" if window else "full attention" if op == "attention" else "linear attention"
+        longest = self.largest(f"{label}, tokens of one sequence", self.max_tokens, single)
+        most = self.largest(f"{label}, tokens of mixed lengths", self.max_tokens, mixed)
         if not longest or not most:
             return []
         cases = [cell(SEEN, lengths) for lengths in self.seen.cells]
@@ -180,7 +159,7 @@ class _Pool:
             def even(count: int, length: int = length) -> Case:
                 return cell("even", (length,) * count)
 
-            full = self.largest("", max(1, self.largest_cell // length), even)
+            full = self.largest("", max(1, self.max_tokens // length), even)
             cases += [even(max(1, full // part)) for part in FILLS]
         for total in log_sizes(8 * MIN_LENGTH, most, SIZES):
             cases += [mixed(total, part) for part in MEDIAN_SHARES]
@@ -193,7 +172,7 @@ class _Pool:
             shapes |= {*spec.attention_projections(tensor, linear=True)}
         if not all(spec.moe_layers):
             shapes |= {*spec.feed_forward(spec.dense_intermediate_size, tensor)}
-        most, cases = self.largest_cell // self.topology.context_parallel_size, []
+        most, cases = self.max_tokens // self.topology.context_parallel_size, []
         for n, k in sorted(shapes):
 
             def gemm(tokens: int, n: int = n, k: int = k) -> Case:
@@ -203,13 +182,13 @@ class _Pool:
         return cases
 
     def router(self) -> list[Case]:
-        spec = self.spec
+        routed = {name: getattr(self.spec, name) for name in ("hidden_size", "num_experts", "top_k")}
 
         def route(tokens: int) -> Case:
-            return Case("router", "", router_features(tokens, spec.hidden_size, spec.num_experts, spec.top_k))
+            return Case("router", "", {"tokens": tokens, **routed})
 
         # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
-        return self._fine("tokens of one rank", self.largest_cell // self.topology.ranks_per_slot, route)
+        return self._fine("tokens of one rank", self.max_tokens // self.topology.ranks_per_slot, route)
 
     def _fine(self, what: str, most: int, build: Callable[[int], Case]) -> list[Case]:
         afforded = self.largest(what, max(1, most), build)
@@ -224,14 +203,13 @@ class _Pool:
 
         def rank(pattern: str, counts: Iterable[int]) -> Case:
             parts = tuple(int(count) for count in counts)
-            features = experts_features(parts, spec.hidden_size, max(1, inter), spec.num_experts)
-            return Case("experts", pattern, features, parts, dtype)
+            return experts_case(pattern, parts, spec.hidden_size, max(1, inter), spec.num_experts, dtype)
 
         def even(rows: int) -> Case:
             return rank("even", split_exactly(rows, np.ones(local)))
 
-        block_rows = self.largest_cell * topology.slots_per_block * spec.top_k // topology.blocks_per_slot
-        wanted = max(1, min(block_rows, round(block_rows / ranks * self.params.load_factor)))
+        block_rows = self.max_tokens * topology.slots_per_block * spec.top_k // topology.blocks_per_slot
+        wanted = max(1, min(block_rows, round(block_rows / ranks * LOAD_FACTOR)))
         afforded = self.largest("rows of one rank", wanted, even)
         if not afforded:
             return []

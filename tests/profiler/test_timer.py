@@ -1,7 +1,7 @@
 import pytest
 
 from profiler import ProfileParams, RoutePackError
-from profiler.cases.case import Case, experts_features
+from profiler.cases.case import Case, experts_case
 from profiler.kernels.works import WORKS
 from profiler.timer import LAUNCH_BOUND, both_looks, measure_rates, time_case
 
@@ -31,7 +31,7 @@ def test_a_case_gives_a_row_each_way_with_raw_repeats_and_the_kernel(backend):
 
 def test_an_empty_rank_takes_a_small_time_that_is_not_zero(backend):
     counts = (0, 0, 0)
-    rows = time_case(Case("experts", "empty", experts_features(counts, 16, 8, 3), counts), backend, PARAMS)
+    rows = time_case(experts_case("empty", counts, 16, 8, 3), backend, PARAMS)
     assert [row["status"] for row in rows] == ["ok", "ok"]
     assert all(row["time_us"] > 0 for row in rows)
 

@@ -11,13 +11,7 @@ import pytest
 from oracles import delta_rule_slow, experts_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import (
-    Case,
-    attention_features,
-    experts_features,
-    linear_attention_features,
-    router_features,
-)
+from profiler.cases.case import Case, cell_case, experts_case
 from profiler.cases.operations import OPERATIONS
 from profiler.kernels.works import LIBRARIES, WORKS, Library, Work, make_work
 from profiler.timer import Backward
@@ -27,12 +21,12 @@ backends = pytest.importorskip("profiler.device.backend")
 
 LENGTHS = (5, 0, 3)
 COUNTS = (4, 0, 3)
-ATTENTION = Case("attention", "", attention_features(LENGTHS, (4, 2, 8, 8), 0), LENGTHS)
-WINDOWED = Case("attention", "", attention_features(LENGTHS, (4, 2, 8, 8), 2), LENGTHS)
-EXPERTS = Case("experts", "", experts_features(COUNTS, 16, 24, 3), COUNTS)
-EMPTY = Case("experts", "", experts_features((0, 0, 0), 16, 24, 3), (0, 0, 0))
+ATTENTION = cell_case("attention", "", LENGTHS, (4, 2, 8, 8), 0)
+WINDOWED = cell_case("attention", "", LENGTHS, (4, 2, 8, 8), 2)
+EXPERTS = experts_case("", COUNTS, 16, 24, 3)
+EMPTY = experts_case("", (0, 0, 0), 16, 24, 3)
 DENSE = Case("dense", "", {"tokens": 3, "n": 5, "k": 7})
-LINEAR = Case("linear_attention", "", linear_attention_features(LENGTHS, (4, 2, 8, 8)), LENGTHS)
+LINEAR = cell_case("linear_attention", "", LENGTHS, (4, 2, 8, 8))
 
 
 @pytest.fixture
@@ -98,7 +92,7 @@ def test_libraries_are_used_on_cuda_where_they_can_be_imported(libraries, cuda_l
 
 def test_torch_runs_what_libraries_cannot(libraries, cuda_like):
     assert picked(EMPTY, cuda_like) == "torch"
-    wide = Case("attention", "", attention_features((8,), (2, 2, 512, 512), 0), (8,))
+    wide = cell_case("attention", "", (8,), (2, 2, 512, 512), 0)
     assert picked(wide, cuda_like) == "torch"
     float8 = Case("experts", "", EXPERTS.features, COUNTS, "float8_e4m3fn")
     assert picked(float8, cuda_like) == "torch"
@@ -193,7 +187,7 @@ def test_the_second_backward_gives_what_the_first_gave(libraries, cuda_like, op,
         "linear_attention": LINEAR,
         "experts": EXPERTS,
         "dense": DENSE,
-        "router": Case("router", "", router_features(5, 8, 4, 2)),
+        "router": Case("router", "", {"tokens": 5, "hidden_size": 8, "num_experts": 4, "top_k": 2}),
     }
     first, second = gradients(make_work(cases[op], backend), 2)
     assert any(gradient.any() for gradient in first)
