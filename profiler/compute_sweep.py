@@ -14,7 +14,7 @@ from profiler.cases.case import Case
 from profiler.cases.design import Design
 from profiler.cases.doubt import doubtful_cases
 from profiler.cases.operations import DIRECTIONS
-from profiler.cases.rounds import Chooser, Round, even_round
+from profiler.cases.rounds import Chooser, Round
 from profiler.device.backend import TorchBackend
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
@@ -34,33 +34,6 @@ SHORT_US = 5000.0
 """All repeats of a shorter case fall into one moment of the device: it gets a second one, later."""
 
 
-def run_cases(
-    design: Design,
-    chooser: Chooser | None,
-    backend: TorchBackend,
-    params: ProfileParams,
-    journal: Journal,
-    observer: Observer,
-) -> None:
-    """Time rounds of cases until the chooser wants no more or the minutes are used up; without one, an even choice."""
-    sweep = _Sweep(design, backend, params, journal, observer)
-
-    def next_round() -> Round:
-        return (chooser or even_round)(design.cases, sweep.timed, journal.rows.values(), params)
-
-    asked, stopped_by = next_round(), ""
-    while not stopped_by:
-        begun = time.monotonic()
-        count = sweep.time_round(asked)
-        sweep.look_again()
-        asked = next_round()
-        stopped_by = asked.stopped_by or (MAX_MINUTES if sweep.minutes_left() <= 0 else "")
-        if count or not journal.rounds:
-            errors_pct = {op: round(error, 3) for op, error in asked.errors_pct.items()}
-            minutes = (time.monotonic() - begun) / 60.0
-            journal.add_round({"cases": count, "errors_pct": errors_pct, "minutes": minutes, "stopped_by": stopped_by})
-
-
 def progress_message(errors_pct: Mapping[str, float], minutes_left: float, latest: str) -> str:
     """Return what a progress line says: errors so far, minutes to the end of the round, the latest case."""
     errors = ", ".join(f"{op} {error:.1f}%" for op, error in sorted(errors_pct.items()))
@@ -68,26 +41,42 @@ def progress_message(errors_pct: Mapping[str, float], minutes_left: float, lates
     return "; ".join(part for part in (errors, left, latest) if part)
 
 
-class _Sweep:
-    """Time cases into a journal, tell an observer, and know what is timed."""
+class ComputeSweep:
+    """Time the cases of a design into a journal, tell an observer, and know what is timed."""
 
     def __init__(
         self, design: Design, backend: TorchBackend, params: ProfileParams, journal: Journal, observer: Observer
     ) -> None:
-        self.design, self.backend, self.params, self.journal, self.observer = design, backend, params, journal, observer
+        self.pool, self.backend, self.params = design.cases, backend, params
+        self.journal, self.observer = journal, observer
         # All runs in a folder share the minutes.
         left = params.max_minutes - sum(one["minutes"] for one in journal.rounds)
         self._end = time.monotonic() + 60.0 * left if params.max_minutes else float("inf")
-        self.timed = [case for case in design.cases if self._is_done(case)]
+        self.timed = [case for case in self.pool if self._is_done(case)]
         """Finished cases; those that failed before are not among them where they are to be tried again."""
-        self._anchor = anchor_of(design.cases)
+        self._anchor = anchor_of(self.pool)
         self._before = len(self.timed)
         """Cases of earlier runs, until the first bar has counted them."""
 
-    def minutes_left(self) -> float:
+    def run(self, chooser: Chooser) -> None:
+        """Time rounds of cases until the chooser wants no more or the minutes are used up."""
+        rows, stopped_by = self.journal.rows, ""
+        asked = chooser(self.pool, self.timed, rows.values(), self.params)
+        while not stopped_by:
+            begun = time.monotonic()
+            count = self._time_round(asked)
+            self._look_again()
+            asked = chooser(self.pool, self.timed, rows.values(), self.params)
+            stopped_by = asked.stopped_by or (MAX_MINUTES if self._minutes_left() <= 0 else "")
+            if count or not self.journal.rounds:
+                gained = {"cases": count, "minutes": (time.monotonic() - begun) / 60.0, "stopped_by": stopped_by}
+                errors_pct = {op: round(error, 3) for op, error in asked.errors_pct.items()}
+                self.journal.add_round(gained | {"errors_pct": errors_pct})
+
+    def _minutes_left(self) -> float:
         return (self._end - time.monotonic()) / 60.0
 
-    def time_round(self, asked: Round) -> int:
+    def _time_round(self, asked: Round) -> int:
         """Time the cases of a round while there is time; return how many."""
         number = len(self.journal.rounds) + 1
         what = WHAT if number == 1 else f"{WHAT}, round {number}"
@@ -97,7 +86,7 @@ class _Sweep:
             for _ in range(before):
                 self.observer.advance(what, "done before")
             for case in asked.cases:
-                if self.minutes_left() <= 0:
+                if self._minutes_left() <= 0:
                     break
                 if count % ANCHOR_EVERY == 0:
                     self._time_anchor()
@@ -107,7 +96,7 @@ class _Sweep:
                 _stop_if_broken(case, rows)
                 count += 1
                 pace = (time.monotonic() - begun) / 60.0 / count
-                left = min(self.minutes_left(), pace * (len(asked.cases) - count))
+                left = min(self._minutes_left(), pace * (len(asked.cases) - count))
                 self.observer.advance(what, progress_message(asked.errors_pct, left, _message(case, rows)))
             if count:
                 self._time_anchor()
@@ -115,7 +104,7 @@ class _Sweep:
             self.observer.finish(what)
         return count
 
-    def look_again(self) -> None:
+    def _look_again(self) -> None:
         """Time short and doubtful cases again."""
         known = self.journal.rows
         for look in range(2, MAX_LOOKS + 1):
@@ -123,8 +112,8 @@ class _Sweep:
             if look == 2:
                 wanted |= {row_id for row_id, row in known.items() if row.get("time_us", SHORT_US) < SHORT_US}
             wanted -= {row_id for row_id, row in known.items() if row.get("looks", 1) >= look}
-            again = [case for case in self.design.cases if wanted.intersection(self._row_ids(case))]
-            if not again or self.minutes_left() <= 0:
+            again = [case for case in self.pool if wanted.intersection(self._row_ids(case))]
+            if not again or self._minutes_left() <= 0:
                 continue
             self.observer.start(WHAT_AGAIN, len(again))
             for case in again:

@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from profiler.cases.case import Seen
+from profiler.cases.case import Rates, Seen
 from profiler.cases.design import Design, design_cases
 from profiler.cases.doubt import DOUBT, doubtful_cases
-from profiler.cases.estimates import Rates
-from profiler.cases.rounds import Chooser
-from profiler.compute_sweep import run_cases
+from profiler.cases.rounds import Chooser, even_round
+from profiler.compute_sweep import ComputeSweep
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, fingerprint_device
 from profiler.errors import RoutePackError
@@ -62,7 +61,7 @@ def profile_device(
     out: Path | str,
     device: str | None = None,
     observer: Observer | None = None,
-    chooser: Chooser | None = None,
+    chooser: Chooser = even_round,
     seen: Seen | None = None,
 ) -> Measurements:
     """Time one model's operations on this machine, forward and backward, and write ``measurements.parquet``.
@@ -94,7 +93,7 @@ def profile_device(
             with ranks.together():
                 design = _design(journal, backend, question)
                 if ranks.rank == 0:
-                    run_cases(design, chooser, backend, params, journal, observer)
+                    ComputeSweep(design, backend, params, journal, observer).run(chooser)
             if ranks.size > 1:
                 times = time_speeds(speed_cases(design.cases), ranks, backend, params, journal)
                 described = [one | {"speed": time} for one, time in zip(described, relative_times(times), strict=True)]
@@ -151,7 +150,13 @@ def _rates(journal: Journal, params: ProfileParams) -> Rates:
 def _design(journal: Journal, backend: TorchBackend, question: _Question) -> Design:
     rates = _rates(journal, question.params)
     return design_cases(
-        question.spec, question.topology, question.max_tokens, question.params, rates, backend.item_bytes, question.seen
+        question.spec,
+        question.topology,
+        question.max_tokens,
+        question.params,
+        rates,
+        backend.dtype.itemsize,
+        question.seen,
     )
 
 

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from profiler.cases.case import Case, cell_case
+from profiler.cases.case import Case, Rates, cell_case, forward_flops
 from profiler.cases.doubt import faster
-from profiler.cases.estimates import Rates, forward_flops
 from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import FLUSH_BYTES, TorchBackend
 from profiler.errors import RoutePackError
@@ -43,21 +42,19 @@ USABLE_MEMORY = 0.5
 """Share of the free memory that a case may take unless told otherwise."""
 
 
-class Backward:
-    """The backward run of a work: over one kept graph, or over a fresh one each time where a run spoils it."""
+def backward_of(work: Work, output: Any, upstream: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """Return the backward run and what comes before each, untimed: a fresh graph, where a run spoils the kept one."""
 
-    def __init__(self, work: Work, output: Any, upstream: Any) -> None:
-        self._work, self._output, self._upstream = work, output, upstream
+    def prepare() -> None:
+        nonlocal output
+        if not work.keeps_graph:
+            output = None  # freed before the next one needs the room
+            output = work.run()
 
-    def prepare(self) -> None:
-        """Make what the next run goes over; not part of what is timed."""
-        if not self._work.keeps_graph:
-            self._output = None  # freed before the next one needs the room
-            self._output = self._work.run()
+    def run() -> Any:
+        return torch.autograd.grad(output, work.inputs, upstream, retain_graph=work.keeps_graph)
 
-    def run(self) -> Any:
-        """Return the gradients."""
-        return torch.autograd.grad(self._output, self._work.inputs, self._upstream, retain_graph=self._work.keeps_graph)
+    return run, prepare
 
 
 class _NotFinite(Exception):
@@ -75,9 +72,9 @@ def time_case(
             measured, output = _measure(work.run, lambda: None, "output", backend, params)
             found.append(measured)
             if "backward" in directions:
-                backward = Backward(work, output, backend.filled(*output.shape).to(output.dtype))
+                backward = backward_of(work, output, backend.filled(*output.shape).to(output.dtype))
                 del output
-                found.append(_measure(backward.run, backward.prepare, "gradient", backend, params)[0])
+                found.append(_measure(*backward, "gradient", backend, params)[0])
     except Exception as error:  # any: libraries raise their own kinds, and one case must not end the sweep
         kind = "" if isinstance(error, (_NotFinite, RuntimeError, ValueError)) else f"{type(error).__name__}: "
         message = f"{kind}{error}".split("\n")[0]
@@ -171,10 +168,7 @@ def _status(error: BaseException) -> str:
 def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:
     """Time a GEMM, an attention core, a fill and a tiny GEMM, so that a sweep asks for what the device can finish.
 
-    Raises
-    ------
-    RoutePackError
-        If the device cannot run one of them in the number type asked for: nothing else would be timed either.
+    RoutePackError if it cannot run one of them in the number type asked for: nothing else would be timed either.
     """
     size = PROBE_SIZE[backend.kind]
     gemm = Case("dense", "", {"tokens": size, "n": size, "k": size})

@@ -1,4 +1,4 @@
-"""Cases: the unit of timing, one operation at one size, and the features that describe it.
+"""Cases: the unit of timing, one operation at one size, the features that describe it, and what it asks of a device.
 
 Invariant: a case id is a hash of content; equal in every process and on every machine.
 """
@@ -12,6 +12,9 @@ import numpy as np
 
 from profiler.cases.operations import HEADS, OPERATIONS, TILE_ROWS
 from profiler.files import content_hash
+
+BACKWARD_WORK = 2.5
+"""Backward arithmetic over forward arithmetic: 2 for a GEMM, 2.5 for attention that recomputes its scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +108,34 @@ def experts_case(
 def padded_rows(rows_per_expert: np.ndarray) -> np.ndarray:
     """Return each expert's rows rounded up to whole tiles."""
     return -(-rows_per_expert // TILE_ROWS) * TILE_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device was seen to do before the sweep."""
+
+    gemm_flops_per_s: float
+    attention_flops_per_s: float
+    bytes_per_s: float
+    call_s: float
+    """Time of one small operation, launch included."""
+    memory_bytes: int
+    """Memory that one case may take."""
+
+
+def forward_flops(case: Case) -> float:
+    """Return the floating-point operations of one forward run."""
+    return float(OPERATIONS[case.op].flops(case.features))
+
+
+def case_bytes(case: Case, item_bytes: int) -> int:
+    """Return the memory a case needs at its peak: tensors, their gradients, and as much for temporaries."""
+    return 3 * item_bytes * int(OPERATIONS[case.op].elements(case.features))
+
+
+def case_seconds(case: Case, rates: Rates, item_bytes: int) -> float:
+    """Return the estimated time of one forward and one backward run."""
+    asked = OPERATIONS[case.op]
+    arithmetic = (1 + BACKWARD_WORK) * forward_flops(case) / getattr(rates, asked.rate)
+    traffic = case_bytes(case, item_bytes) / rates.bytes_per_s
+    return arithmetic + traffic + 3 * int(asked.calls(case.features)) * rates.call_s

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler.cases.case import Case, Seen, cell_case, experts_case
-from profiler.cases.estimates import Rates, case_bytes, case_seconds
+from profiler.cases.case import Case, Rates, Seen, case_bytes, case_seconds, cell_case, experts_case
 from profiler.errors import RoutePackError
 from profiler.model_spec import ModelSpec
 from profiler.params import FLOAT8, ProfileParams

@@ -74,11 +74,6 @@ class TorchBackend:
         finally:
             torch.set_num_threads(before)
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one number."""
-        return self.dtype.itemsize
-
     def tensor(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Return a seeded normal tensor that wants a gradient."""
         return self.filled(*shape, scale=scale).requires_grad_()

@@ -123,10 +123,7 @@ def _difference(name: str, wanted: object, found: object) -> str:
 def fingerprint_device(device: str | None = None) -> DeviceFingerprint:
     """Return the facts of ``cpu`` or ``cuda`` on this machine; None takes CUDA where torch can see a device.
 
-    Raises
-    ------
-    RoutePackError
-        If CUDA is asked for and torch sees no device.
+    RoutePackError if CUDA is asked for and torch sees no device.
     """
     if device not in (None, "cpu", "cuda"):
         raise RoutePackError(f"Unknown device {device!r}: expected cpu or cuda.")

@@ -114,12 +114,7 @@ def make_work(case: Case, backend: TorchBackend) -> Work:
     """Return what runs for a case.
 
     A library's kernel runs it once, there and back, before it is trusted: what it raises is a warning, and torch's own
-    is taken.
-
-    Raises
-    ------
-    NotImplementedError
-        If torch's own is a Python loop, on CUDA.
+    is taken. NotImplementedError if that is a Python loop, on CUDA.
     """
     library = LIBRARIES.get(case.op)
     function = library.found(case, backend) if library else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profiler.cases.estimates import BACKWARD_WORK
+from profiler.cases.case import BACKWARD_WORK
 from profiler.cases.operations import DIRECTIONS
 from profiler.cases.operations import OPERATIONS as TIMED
 from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, EXPERTS, INK, new_axes, styled

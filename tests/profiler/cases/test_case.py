@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.cases.case import Case, causal_pairs, cell_case, experts_case
-from profiler.cases.estimates import case_bytes, forward_flops
+from profiler.cases.case import Case, case_bytes, causal_pairs, cell_case, experts_case, forward_flops
 from profiler.cases.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[3]

@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler import ModelSpec, ProfileParams, RoutePackError, Topology, load_model
-from profiler.cases.case import Seen
+from profiler.cases.case import Rates, Seen, case_bytes, case_seconds
 from profiler.cases.design import class_of, design_cases, log_sizes, mixed_lengths, split_exactly
-from profiler.cases.estimates import Rates, case_bytes, case_seconds
 from profiler.cases.rounds import by_class, even_choice, even_round
 
 FAST = Rates(1e15, 1e15, 1e13, 1e-6, 1 << 40)

@@ -14,7 +14,7 @@ from profiler import ProfileParams
 from profiler.cases.case import Case, cell_case, experts_case
 from profiler.cases.operations import OPERATIONS
 from profiler.kernels.works import LIBRARIES, WORKS, Library, Work, make_work
-from profiler.timer import Backward
+from profiler.timer import backward_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 backends = pytest.importorskip("profiler.device.backend")
@@ -170,11 +170,11 @@ def gradients(work, times):
     """Return the gradients of so many backward runs, as they are timed."""
     output = work.run()
     upstream = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    backward = Backward(work, output, upstream)
+    run, prepare = backward_of(work, output, upstream)
     found = []
     for _ in range(times):
-        backward.prepare()
-        found.append(backward.run())
+        prepare()
+        found.append(run())
     return found
 
 
