@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from profiler.device.fingerprint import DeviceFingerprint, Match, compare_fingerprints, fingerprint_device
 from profiler.errors import RoutePackError
 from profiler.measurements import Measurements
@@ -9,8 +11,10 @@ from profiler.model_spec import SHIPPED_MODELS, ModelSpec, load_model
 from profiler.observer import Observer
 from profiler.params import ProfileParams
 from profiler.published.rows import import_published
-from profiler.sweep import profile_device
 from profiler.topology import Topology
+
+if TYPE_CHECKING:
+    from profiler.sweep import profile_device
 
 __all__ = [
     "SHIPPED_MODELS",
@@ -28,3 +32,14 @@ __all__ = [
     "load_model",
     "profile_device",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import what times only when it is asked for: torch takes seconds."""
+        if name != "profile_device":
+            raise AttributeError(f"module 'profiler' has no attribute {name!r}")
+        from profiler.sweep import profile_device
+
+        return profile_device

@@ -14,7 +14,7 @@ from profiler.cases.case import Case
 from profiler.cases.design import Design
 from profiler.cases.doubt import doubtful_cases
 from profiler.cases.operations import DIRECTIONS
-from profiler.cases.rounds import Chooser, EvenChooser, Round
+from profiler.cases.rounds import Chooser, Round
 from profiler.device.backend import TorchBackend
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
@@ -26,33 +26,12 @@ from profiler.timer import both_looks, time_case
 WHAT, WHAT_AGAIN = "profile", "profile short and doubtful cases again"
 """Names under which a sweep reports its progress; later rounds add their number."""
 MAX_MINUTES = "max_minutes"
+ANCHOR_EVERY = 12
+"""One fixed case is timed again after this many cases, to see the device drift."""
 MAX_LOOKS = 3
 """A case that stays slower than a larger one is timed this often in all; then it is marked, for it may be real."""
 SHORT_US = 5000.0
 """All repeats of a shorter case fall into one moment of the device: it gets a second one, later."""
-
-
-def run_cases(
-    design: Design, chooser: Chooser | None, backend: TorchBackend, params: ProfileParams, journal: Journal,
-    observer: Observer,
-) -> None:  # fmt: skip
-    """Time rounds of cases until the chooser wants no more or the minutes are used up; without one, an even choice."""
-    chooser, sweep = chooser or EvenChooser(), _Sweep(design, backend, params, journal, observer)
-    asked = chooser.next_round(design.cases, sweep.timed, journal.rows.values(), params)
-    while True:
-        begun = time.monotonic()
-        count = sweep.time_round(asked)
-        sweep.look_again()
-        found = chooser.next_round(design.cases, sweep.timed, journal.rows.values(), params)
-        stopped_by = found.stopped_by or (MAX_MINUTES if sweep.clock.is_over() else "")
-        if count or not journal.rounds:
-            journal.add_round({
-                "cases": count, "errors_pct": {op: round(error, 3) for op, error in found.errors_pct.items()},
-                "minutes": (time.monotonic() - begun) / 60.0, "stopped_by": stopped_by,
-            })  # fmt: skip
-        if stopped_by:
-            return
-        asked = found
 
 
 def progress_message(errors_pct: Mapping[str, float], minutes_left: float, latest: str) -> str:
@@ -62,36 +41,42 @@ def progress_message(errors_pct: Mapping[str, float], minutes_left: float, lates
     return "; ".join(part for part in (errors, left, latest) if part)
 
 
-class _Clock:
-    """Know how much of the minutes is used, those of earlier runs in the folder included."""
-
-    def __init__(self, params: ProfileParams, journal: Journal) -> None:
-        used = sum(one["minutes"] for one in journal.rounds)
-        self.end = time.monotonic() + 60.0 * (params.max_minutes - used) if params.max_minutes else float("inf")
-
-    def is_over(self) -> bool:
-        return self.minutes_left() <= 0
-
-    def minutes_left(self) -> float:
-        return (self.end - time.monotonic()) / 60.0
-
-
-class _Sweep:
-    """Time cases into a journal, tell an observer, and know what is timed."""
+class ComputeSweep:
+    """Time the cases of a design into a journal, tell an observer, and know what is timed."""
 
     def __init__(
         self, design: Design, backend: TorchBackend, params: ProfileParams, journal: Journal, observer: Observer
     ) -> None:
-        self.design, self.backend, self.params, self.journal, self.observer = design, backend, params, journal, observer
-        self.clock = _Clock(params, journal)
-        self.timed = [case for case in design.cases if self._is_done(case)]
+        self.pool, self.backend, self.params = design.cases, backend, params
+        self.journal, self.observer = journal, observer
+        # All runs in a folder share the minutes.
+        left = params.max_minutes - sum(one["minutes"] for one in journal.rounds)
+        self._end = time.monotonic() + 60.0 * left if params.max_minutes else float("inf")
+        self.timed = [case for case in self.pool if self._is_done(case)]
         """Finished cases; those that failed before are not among them where they are to be tried again."""
-        self._anchor = anchor_of(design.cases)
-        self._since_anchor = 0
+        self._anchor = anchor_of(self.pool)
         self._before = len(self.timed)
         """Cases of earlier runs, until the first bar has counted them."""
 
-    def time_round(self, asked: Round) -> int:
+    def run(self, chooser: Chooser) -> None:
+        """Time rounds of cases until the chooser wants no more or the minutes are used up."""
+        rows, stopped_by = self.journal.rows, ""
+        asked = chooser(self.pool, self.timed, rows.values(), self.params)
+        while not stopped_by:
+            begun = time.monotonic()
+            count = self._time_round(asked)
+            self._look_again()
+            asked = chooser(self.pool, self.timed, rows.values(), self.params)
+            stopped_by = asked.stopped_by or (MAX_MINUTES if self._minutes_left() <= 0 else "")
+            if count or not self.journal.rounds:
+                gained = {"cases": count, "minutes": (time.monotonic() - begun) / 60.0, "stopped_by": stopped_by}
+                errors_pct = {op: round(error, 3) for op, error in asked.errors_pct.items()}
+                self.journal.add_round(gained | {"errors_pct": errors_pct})
+
+    def _minutes_left(self) -> float:
+        return (self._end - time.monotonic()) / 60.0
+
+    def _time_round(self, asked: Round) -> int:
         """Time the cases of a round while there is time; return how many."""
         number = len(self.journal.rounds) + 1
         what = WHAT if number == 1 else f"{WHAT}, round {number}"
@@ -101,12 +86,17 @@ class _Sweep:
             for _ in range(before):
                 self.observer.advance(what, "done before")
             for case in asked.cases:
-                if self.clock.is_over():
+                if self._minutes_left() <= 0:
                     break
-                rows = self._time(case)
+                if count % ANCHOR_EVERY == 0:
+                    self._time_anchor()
+                rows = time_case(case, self.backend, self.params)
+                self.journal.add_case(rows)
+                self.timed.append(case)
+                _stop_if_broken(case, rows)
                 count += 1
                 pace = (time.monotonic() - begun) / 60.0 / count
-                left = min(self.clock.minutes_left(), pace * (len(asked.cases) - count))
+                left = min(self._minutes_left(), pace * (len(asked.cases) - count))
                 self.observer.advance(what, progress_message(asked.errors_pct, left, _message(case, rows)))
             if count:
                 self._time_anchor()
@@ -114,42 +104,30 @@ class _Sweep:
             self.observer.finish(what)
         return count
 
-    def look_again(self) -> None:
+    def _look_again(self) -> None:
         """Time short and doubtful cases again."""
-        journal = self.journal
+        known = self.journal.rows
         for look in range(2, MAX_LOOKS + 1):
-            doubts = doubtful_cases(journal.rows.values()) | (self._short() if look == 2 else set())
-            looked = {row_id for row_id, row in journal.rows.items() if row.get("looks", 1) >= look}
-            again = [case for case in self.design.cases if self._row_ids(case) & (doubts - looked)]
-            if not again or self.clock.is_over():
+            wanted = doubtful_cases(known.values())
+            if look == 2:
+                wanted |= {row_id for row_id, row in known.items() if row.get("time_us", SHORT_US) < SHORT_US}
+            wanted -= {row_id for row_id, row in known.items() if row.get("looks", 1) >= look}
+            again = [case for case in self.pool if wanted.intersection(self._row_ids(case))]
+            if not again or self._minutes_left() <= 0:
                 continue
             self.observer.start(WHAT_AGAIN, len(again))
             for case in again:
                 rows = time_case(case, self.backend, self.params)
-                both = [both_looks(journal.rows[row["case_id"]], row, self.backend.kind) for row in rows]
-                journal.add_case([row | {"looks": look} for row in both])
+                both = [both_looks(known[row["case_id"]], row, self.backend.kind) for row in rows]
+                self.journal.add_case([row | {"looks": look} for row in both])
                 self.observer.advance(WHAT_AGAIN, _message(case, rows))
             self.observer.finish(WHAT_AGAIN)
 
-    def _short(self) -> set[str]:
-        return {row_id for row_id, row in self.journal.rows.items() if row.get("time_us", SHORT_US) < SHORT_US}
-
-    def _time(self, case: Case) -> list[dict[str, Any]]:
-        if self._since_anchor % self.params.anchor_every == 0:
-            self._time_anchor()
-        rows = time_case(case, self.backend, self.params)
-        self.journal.add_case(rows)
-        self.timed.append(case)
-        self._since_anchor += 1
-        _stop_if_broken(case, rows)
-        return rows
-
     def _time_anchor(self) -> None:
         time_anchor(self._anchor, self.backend, self.params, self.journal)
-        self._since_anchor = 0
 
-    def _row_ids(self, case: Case) -> set[str]:
-        return {case.case_id(direction, self.backend.dtype_name) for direction in DIRECTIONS}
+    def _row_ids(self, case: Case) -> list[str]:
+        return [case.case_id(direction, self.backend.dtype_name) for direction in DIRECTIONS]
 
     def _is_done(self, case: Case) -> bool:
         known = [self.journal.rows.get(row_id) for row_id in self._row_ids(case)]

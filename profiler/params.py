@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import inf
 
 FLOAT8 = "float8_e4m3fn"
 EXCHANGES = {"nccl": "nccl_perf", "deepep": "deepep_normal_perf"}
 """Libraries whose all-to-all can be imported, with the name of their published table; a job exchanges through one."""
+LEAST, MAY_BE_ZERO = {"max_points": 6, "repeats": 1, "min_repeats": 1}, ("max_minutes", "max_memory_gib")
 DTYPES = ("auto", "bfloat16", "float16", "float32", FLOAT8)
 
 
@@ -20,10 +22,6 @@ class ProfileParams:
     """They end too when they have taken so long, all runs in a folder together; 0 is no limit."""
     max_points: int = 50
     """Most cases per operation (per window class for attention), each timed forward and backward."""
-    size_fraction: float = 1.0
-    """Largest cell to time, as a share of the token cap of a microbatch."""
-    load_factor: float = 2.0
-    """Most routed rows of an expert rank to time, as a multiple of its mean load at a full cap."""
     repeats: int = 7
     """Timed runs per case and direction, all kept."""
     min_repeats: int = 3
@@ -39,8 +37,6 @@ class ProfileParams:
     """Which exchange of published tables to import: ``nccl`` or ``deepep``."""
     threads: int = 0
     """CPU threads of torch; 0 is every usable core but one: with none to spare, any other work stalls all threads."""
-    anchor_every: int = 12
-    """One fixed case is timed again after this many cases, to see the device drift."""
     max_drift: float = 0.25
     """Relative drift of that case beyond which the sweep warns that the device is not steady."""
     time_loops: bool = False
@@ -51,21 +47,15 @@ class ProfileParams:
     """Seed of the drawn lengths and routings and of the order of the cases."""
 
     def __post_init__(self) -> None:
-        least = {"max_points": 6, "repeats": 1, "min_repeats": 1, "threads": 0, "anchor_every": 1, "seed": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not value >= low:
-                raise ValueError(f"Expected {name} to be an integer >= {low}, got {value!r}.")
+        for field in fields(self):
+            value, low = getattr(self, field.name), LEAST.get(field.name, 0)
+            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or not value >= low):
+                raise ValueError(f"Expected {field.name} to be an integer >= {low}, got {value!r}.")
+            above = ">=" if field.name in MAY_BE_ZERO else ">"
+            if field.type == "float" and not (0 < value < inf or (value == 0 and above == ">=")):
+                raise ValueError(f"Expected {field.name} {above} 0 and finite, got {value}.")
         if not self.min_repeats <= self.repeats:
             raise ValueError(f"Expected min_repeats <= repeats = {self.repeats}, got {self.min_repeats}.")
-        if not 0 < self.size_fraction <= 1:
-            raise ValueError(f"Expected 0 < size_fraction <= 1, got {self.size_fraction}.")
-        for name in ("target_error", "load_factor", "max_case_seconds", "max_drift"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"Expected {name} > 0 and finite, got {getattr(self, name)}.")
-        for name in ("max_minutes", "max_memory_gib"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"Expected {name} >= 0 and finite, got {getattr(self, name)}.")
         for name, allowed in (("exchange", tuple(EXCHANGES)), ("dtype", DTYPES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")

@@ -9,19 +9,17 @@ is steady when it has none.
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from profiler.cases.case import Case
 from profiler.device.backend import TorchBackend
-from profiler.device.cpu_use import cpu_use, foreign_share
-from profiler.device.readings import FAULTS, slowdowns
+from profiler.device.readings import FAULTS, cpu_use, foreign_share, slowdowns
 from profiler.journal import Journal
 from profiler.params import ProfileParams
 from profiler.timer import time_case
@@ -42,7 +40,7 @@ FEWEST_FOR_ENDS = 4
 def anchor_of(cases: tuple[Case, ...]) -> Case:
     """Return a dense case in the upper middle by size: long enough to time well, short enough to repeat."""
     dense = [case for case in cases if case.op == "dense"]
-    dense.sort(key=lambda case: (case.features["tokens"], case.features["n"], case.features["k"]))
+    dense.sort(key=lambda case: [case.features[name] for name in ("tokens", "n", "k")])
     return dense[len(dense) * 3 // 4]
 
 
@@ -50,151 +48,106 @@ def time_anchor(anchor: Case, backend: TorchBackend, params: ProfileParams, jour
     """Time the anchor once more, forward, and note it with what the device said right after."""
     forward = time_case(anchor, backend, params, directions=("forward",))[0]
     if forward["status"] == "ok":
-        journal.add_anchor({
-            "case_id": forward["case_id"], "time_us": forward["time_us"], "after_rows": len(journal.rows),
-            "readings": backend.readings(),
-        })  # fmt: skip
+        looked = {"case_id": forward["case_id"], "time_us": forward["time_us"]}
+        journal.add_anchor(looked | {"readings": backend.readings()})
 
 
-class Watch:
+@contextmanager
+def watched(backend: TorchBackend, journal: Journal) -> Iterator[None]:
     """Note how one run of a sweep went: one ``session`` line of the journal, written also when it was interrupted."""
-
-    def __init__(self, backend: TorchBackend, journal: Journal) -> None:
-        self.backend, self.journal = backend, journal
-
-    def __enter__(self) -> Watch:
-        self._busy_s, self._load = self.backend.busy_s, _load()
-        self._wall, self._cpu, self._held = time.perf_counter(), cpu_use(), self._size()
-        self.backend.warm_up(WARM_UP_S[self.backend.kind])
-        self._before = self.backend.readings()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # A refused folder stays as it was, and a run that found everything done says nothing about the device.
-        if self._size() != self._held:
-            wall_s, cpu = time.perf_counter() - self._wall, cpu_use()
-            self.journal.add_session({
-                "kind": self.backend.kind, "wall_s": wall_s, "busy_s": self.backend.busy_s - self._busy_s,
-                "own_cpu_s": cpu.job_s - self._cpu.job_s,
-                "foreign_cpu_share": foreign_share(self._cpu, cpu, wall_s),
-                "throttled": cpu.throttled - self._cpu.throttled, "load_before": self._load,
-                "before": self._before, "after": self.backend.readings(), "threads": self.backend.threads,
-            })  # fmt: skip
-
-    def _size(self) -> int:
-        return len(self.journal.rows) + len(self.journal.anchors)
-
-
-def _load() -> float | None:
+    held, busy_s = len(journal.rows) + len(journal.anchors), backend.busy_s
+    began, before = time.perf_counter(), cpu_use()
+    backend.warm_up(WARM_UP_S[backend.kind])
     try:
-        return os.getloadavg()[0]
-    except OSError:
-        return None
+        yield
+    finally:
+        # A refused folder stays as it was, and a run that found everything done says nothing about the device.
+        if len(journal.rows) + len(journal.anchors) != held:
+            wall_s, after = time.perf_counter() - began, cpu_use()
+            session = {"kind": backend.kind, "wall_s": wall_s, "busy_s": backend.busy_s - busy_s}
+            session |= {"foreign_cpu_share": foreign_share(before, after, wall_s)}
+            journal.add_session(session | {"throttled": after.throttled - before.throttled})
 
 
 def steadiness(journal: Journal, params: ProfileParams) -> dict[str, Any]:
     """Return the verdict over all sessions of a sweep and the numbers behind it; call it when the watch has ended.
 
-    ``steady`` is False where ``problems`` has an entry; a number that nobody could tell is None.
+    ``steady`` is False where ``problems`` has an entry; a number that nobody could tell is None. Clocks that fall and a
+    power cap are how a card works under GEMMs, in training too: facts, and no fault while the anchor keeps its time.
     """
     anchors, sessions = journal.anchors, journal.sessions
+    clocks = [one["readings"]["clock_mhz"] for one in anchors if one["readings"].get("clock_mhz", 0) > 0]
     found: dict[str, Any] = {
-        "drift": drift(anchors)["drift"],
+        "drift": drift(anchors),
         "ends": ends_apart(anchors),
         "order_effect": order_effect([row["repeats_us"] for row in journal.rows.values() if "repeats_us" in row]),
-        "clock_fall": clock_fall(anchors),
-        "held_by": held_by(anchors),
+        "clock_fall": 1 - min(clocks) / max(clocks) if len(clocks) > 1 else None,
+        "held_by": dict(Counter(why for one in anchors for why in slowdowns(one["readings"].get("slowed_by", 0)))),
         "wall_s": sum(one["wall_s"] for one in sessions),
-        "busy_share": _weighted(sessions, [one["busy_s"] / one["wall_s"] for one in sessions]),
-        "foreign_cpu_share": _weighted(sessions, [one["foreign_cpu_share"] for one in sessions]),
-        "load_before": max((one["load_before"] or 0.0 for one in sessions), default=None),
+        "busy_share": _weighted((one["wall_s"], one["busy_s"] / one["wall_s"]) for one in sessions),
+        "foreign_cpu_share": _weighted((one["wall_s"], one["foreign_cpu_share"]) for one in sessions),
         "throttled": sum(one["throttled"] for one in sessions),
         "sessions": len(sessions),
     }
     kind = sessions[-1]["kind"] if sessions else "cpu"
-    problems = _problems(found, kind, anchors, params)
+    problems = list(_problems(found, MAX_FOREIGN[kind], params.max_drift, len(anchors)))
     return found | {"steady": not problems, "problems": problems}
 
 
-def _problems(found: dict[str, Any], kind: str, anchors: Sequence[dict[str, Any]], params: ProfileParams) -> list[str]:
-    said = []
-    if found["drift"] > params.max_drift:
-        said.append(
-            f"one case left its median by {found['drift']:.0%} through the sweep (limit {params.max_drift:.0%})"
-        )
-    if found["ends"] is not None and abs(found["ends"]) > params.max_drift / 2:
-        faster = "slower" if found["ends"] > 0 else "faster"
-        said.append(f"the same case was {abs(found['ends']):.0%} {faster} at the end of the sweep than at the start")
-    if found["order_effect"] is not None and found["order_effect"] > MAX_ORDER_EFFECT:
-        said.append(f"the last repeats of a case were {found['order_effect']:.0%} slower than its first ones")
-    if (found["foreign_cpu_share"] or 0.0) > MAX_FOREIGN[kind]:
-        said.append(f"other processes used {found['foreign_cpu_share']:.0%} of the CPU that this one may use")
+def _problems(found: Mapping[str, Any], max_foreign: float, max_drift: float, looks: int) -> Iterator[str]:
+    ends, order, foreign = (found[name] or 0.0 for name in ("ends", "order_effect", "foreign_cpu_share"))
+    if found["drift"] > max_drift:
+        yield f"one case left its median by {found['drift']:.0%} through the sweep (limit {max_drift:.0%})"
+    if abs(ends) > max_drift / 2:
+        faster = "slower" if ends > 0 else "faster"
+        yield f"the same case was {abs(ends):.0%} {faster} at the end of the sweep than at the start"
+    if order > MAX_ORDER_EFFECT:
+        yield f"the last repeats of a case were {order:.0%} slower than its first ones"
+    if foreign > max_foreign:
+        yield f"other processes used {foreign:.0%} of the CPU that this one may use"
     if found["throttled"] > 0:
-        said.append(f"the container's CPU limit stopped this process {found['throttled']} times")
+        yield f"the container's CPU limit stopped this process {found['throttled']} times"
     for reason, count in found["held_by"].items():
-        if reason in FAULTS:
-            said.append(f"clocks were held down by {reason} at {count} of {len(anchors)} looks")
-    return said
+        if reason in FAULTS.values():
+            yield f"clocks were held down by {reason} at {count} of {looks} looks"
 
 
-def held_by(anchors: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Return how many looks found clocks held down, by reason.
-
-    A power cap is how such a card works under GEMMs, in training too: a fact, like clocks that fall, and no fault while
-    the anchor keeps its time.
-    """
-    return dict(Counter(reason for one in anchors for reason in slowdowns(one["readings"].get("slowed_by", 0))))
+def drift(anchors: Sequence[Mapping[str, Any]]) -> float:
+    """Return the largest share by which one of the anchor's times leaves their median."""
+    return max((abs(t / median(times) - 1) for times in _by_case(anchors) for t in times), default=0.0)
 
 
-def drift(readings: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the anchor's readings and the largest share by which one of them leaves their median."""
-    drift = 0.0
-    for times in _times_by_case(readings):
-        middle = statistics.median(times)
-        drift = max(drift, max(times) / middle - 1, 1 - min(times) / middle)
-    return {"readings": readings, "drift": drift}
-
-
-def ends_apart(readings: Sequence[dict[str, Any]]) -> float | None:
+def ends_apart(anchors: Sequence[Mapping[str, Any]]) -> float | None:
     """Return by which share the last tenth of the anchor's times lies above the first tenth; None with few readings."""
-    apart = None
-    for times in _times_by_case(readings):
-        if len(times) >= FEWEST_FOR_ENDS:
-            tenth = max(1, len(times) // 10)
-            found = statistics.median(times[-tenth:]) / statistics.median(times[:tenth]) - 1
-            apart = found if apart is None or abs(found) > abs(apart) else apart
-    return apart
+    return max(
+        (_rise(times, 10) for times in _by_case(anchors) if len(times) >= FEWEST_FOR_ENDS), key=abs, default=None
+    )
 
 
 def order_effect(repeats: Sequence[Sequence[float]]) -> float | None:
     """Return by which share a case's last third of repeats is slower than its first, median over long enough cases."""
-    ratios = []
-    for times in repeats:
-        if len(times) >= FEWEST_REPEATS and statistics.median(times) >= SHORTEST_US:
-            third = max(1, len(times) // 3)
-            ratios.append(statistics.median(times[-third:]) / statistics.median(times[:third]) - 1)
-    return statistics.median(ratios) if ratios else None
+    rises = [_rise(times, 3) for times in repeats if len(times) >= FEWEST_REPEATS and median(times) >= SHORTEST_US]
+    return median(rises) if rises else None
 
 
-def clock_fall(readings: Sequence[dict[str, Any]]) -> float | None:
-    """Return by which share the lowest clock at an anchor lies under the highest; None without clocks."""
-    clocks = [float(one["readings"]["clock_mhz"]) for one in readings if one["readings"].get("clock_mhz", 0) > 0]
-    return 1 - min(clocks) / max(clocks) if len(clocks) > 1 else None
+def _rise(times: Sequence[float], parts: int) -> float:
+    count = max(1, len(times) // parts)
+    return median(times[-count:]) / median(times[:count]) - 1
 
 
-def _times_by_case(readings: Sequence[dict[str, Any]]) -> list[list[float]]:
-    cases = dict.fromkeys(reading["case_id"] for reading in readings)
-    return [[reading["time_us"] for reading in readings if reading["case_id"] == case] for case in cases]
+def _by_case(anchors: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    times: dict[str, list[float]] = {}
+    for one in anchors:
+        times.setdefault(one["case_id"], []).append(one["time_us"])
+    return list(times.values())
 
 
-def _weighted(sessions: Sequence[dict[str, Any]], values: Sequence[float | None]) -> float | None:
-    pairs = [(one["wall_s"], value) for one, value in zip(sessions, values, strict=True) if value is not None]
-    return sum(wall * value for wall, value in pairs) / sum(wall for wall, _ in pairs) if pairs else None
+def _weighted(pairs: Iterable[tuple[float, float | None]]) -> float | None:
+    known = [(wall, value) for wall, value in pairs if value is not None]
+    return sum(wall * value for wall, value in known) / sum(wall for wall, _ in known) if known else None
 
 
-def warn_of_problems(found: dict[str, Any]) -> None:
+def warn_of_problems(found: Mapping[str, Any]) -> None:
     """Warn where a verdict of :func:`steadiness` names problems."""
     if found["problems"]:
         warnings.warn(

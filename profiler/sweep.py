@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from profiler.cases.case import Rates, Seen
 from profiler.cases.design import Design, design_cases
 from profiler.cases.doubt import DOUBT, doubtful_cases
-from profiler.cases.estimates import Rates
-from profiler.cases.rounds import Chooser
-from profiler.cases.seen import Seen
-from profiler.compute_sweep import run_cases
+from profiler.cases.rounds import Chooser, even_round
+from profiler.compute_sweep import ComputeSweep
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, fingerprint_device
 from profiler.errors import RoutePackError
@@ -35,8 +34,8 @@ from profiler.ranks.slow_ranks import (
     time_speeds,
     warn_of_slow_ranks,
 )
-from profiler.rates import measure_rates
-from profiler.steadiness import Watch, drift, steadiness, warn_of_problems
+from profiler.steadiness import steadiness, warn_of_problems, watched
+from profiler.timer import measure_rates
 from profiler.topology import Topology
 
 RUNS_OF_A_CASE = 2
@@ -62,7 +61,7 @@ def profile_device(
     out: Path | str,
     device: str | None = None,
     observer: Observer | None = None,
-    chooser: Chooser | None = None,
+    chooser: Chooser = even_round,
     seen: Seen | None = None,
 ) -> Measurements:
     """Time one model's operations on this machine, forward and backward, and write ``measurements.parquet``.
@@ -90,11 +89,11 @@ def profile_device(
         stage = Stage(ranks, backend, params, fingerprint)
         _begin(journal, stage, question)
         limits: list[dict[str, Any]] = []
-        with Watch(backend, journal):
+        with watched(backend, journal):
             with ranks.together():
                 design = _design(journal, backend, question)
                 if ranks.rank == 0:
-                    run_cases(design, chooser, backend, params, journal, observer)
+                    ComputeSweep(design, backend, params, journal, observer).run(chooser)
             if ranks.size > 1:
                 times = time_speeds(speed_cases(design.cases), ranks, backend, params, journal)
                 described = [one | {"speed": time} for one, time in zip(described, relative_times(times), strict=True)]
@@ -151,7 +150,13 @@ def _rates(journal: Journal, params: ProfileParams) -> Rates:
 def _design(journal: Journal, backend: TorchBackend, question: _Question) -> Design:
     rates = _rates(journal, question.params)
     return design_cases(
-        question.spec, question.topology, question.max_tokens, question.params, rates, backend.item_bytes, question.seen
+        question.spec,
+        question.topology,
+        question.max_tokens,
+        question.params,
+        rates,
+        backend.dtype.itemsize,
+        question.seen,
     )
 
 
@@ -190,7 +195,7 @@ def _meta(journal: Journal, question: _Question) -> dict[str, Any]:
         "threads": header["threads"],
         "rates": header["rates"],
         "links": header["links"],
-        "anchor": drift(journal.anchors),
+        "anchor": {"readings": journal.anchors},
         "rounds": journal.rounds,
         "steadiness": steadiness(journal, params),
     }

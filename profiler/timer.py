@@ -1,4 +1,4 @@
-"""Time one case, forward and backward apart, into rows of measurements.
+"""Time one case, forward and backward apart, into rows of measurements; and a first look at what a device can do.
 
 Warm up until two runs agree, then time runs one by one, each after the caches were displaced, and keep every sample.
 What the device cannot do becomes a row that says so, and the sweep goes on.
@@ -14,19 +14,18 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
-from profiler.cases.case import Case
+from profiler.cases.case import Case, Rates, cell_case, forward_flops
 from profiler.cases.doubt import faster
 from profiler.cases.operations import DIRECTIONS
-from profiler.kernels.choose import Work
-from profiler.kernels.works import WORKS
+from profiler.device.backend import FLUSH_BYTES, TorchBackend
+from profiler.errors import RoutePackError
+from profiler.kernels.works import Work, make_work
 from profiler.params import ProfileParams
-
-if TYPE_CHECKING:
-    from profiler.device.backend import TorchBackend
 
 STEADY = 0.10
 """Two warm-up runs within this share of one another count as steady."""
@@ -36,54 +35,57 @@ MORE_REPEATS = 3
 MESSAGE_LENGTH = 200
 LAUNCH_BOUND = "launch-bound: the host launched longer than the flush before could hide"
 """Flag of rows whose time holds launches that training hides; fits leave flagged rows out where others are near."""
+PROBE_SIZE = {"cpu": 512, "cuda": 4096}
+PROBE_HEADS = (8, 8, 64, 64)
+PROBES = 8
+USABLE_MEMORY = 0.5
+"""Share of the free memory that a case may take unless told otherwise."""
+
+
+def backward_of(work: Work, output: Any, upstream: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """Return the backward run and what comes before each, untimed: a fresh graph, where a run spoils the kept one."""
+
+    def prepare() -> None:
+        nonlocal output
+        if not work.keeps_graph:
+            output = None  # freed before the next one needs the room
+            output = work.run()
+
+    def run() -> Any:
+        return torch.autograd.grad(output, work.inputs, upstream, retain_graph=work.keeps_graph)
+
+    return run, prepare
+
+
+class _NotFinite(Exception):
+    """A result holds NaN or infinity: its time means nothing."""
 
 
 def time_case(
     case: Case, backend: TorchBackend, params: ProfileParams, directions: Sequence[str] = DIRECTIONS
 ) -> list[dict[str, Any]]:
     """Return one row a direction, ``forward`` first; never raises for what the device cannot do."""
-    rows: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     try:
         with _no_garbage_collection():
-            work = Work(*WORKS[case.op](case, backend))
-            measured, output = _measure(work.run, "output", backend, params)
-            rows.append(_row(case, "forward", backend) | measured)
+            work = make_work(case, backend)
+            measured, output = _measure(work.run, lambda: None, "output", backend, params)
+            found.append(measured)
             if "backward" in directions:
-                backward = Backward(work, output, backend.filled(*output.shape).to(output.dtype))
+                backward = backward_of(work, output, backend.filled(*output.shape).to(output.dtype))
                 del output
-                measured, _ = _measure(backward.run, "gradient", backend, params, backward.prepare)
-                rows.append(_row(case, "backward", backend) | measured)
+                found.append(_measure(*backward, "gradient", backend, params)[0])
     except Exception as error:  # any: libraries raise their own kinds, and one case must not end the sweep
         kind = "" if isinstance(error, (_NotFinite, RuntimeError, ValueError)) else f"{type(error).__name__}: "
         message = f"{kind}{error}".split("\n")[0]
-        failure = {"status": _status(error), "message": message[:MESSAGE_LENGTH]}
-        rows += [_row(case, direction, backend) | failure for direction in directions[len(rows) :]]
-    if any(row["status"] != "ok" for row in rows):
+        found += [{"status": _status(error), "message": message[:MESSAGE_LENGTH]}] * (len(directions) - len(found))
+    if any(row["status"] != "ok" for row in found):
         backend.release()
-    return rows
-
-
-class Backward:
-    """The backward run of a work: over one kept graph, or over a fresh one each time where a run spoils it."""
-
-    def __init__(self, work: Work, output: Any, upstream: Any) -> None:
-        self._work, self._output, self._upstream = work, output, upstream
-
-    def prepare(self) -> None:
-        """Make what the next run goes over; not part of what is timed."""
-        if not self._work.keeps_graph:
-            self._output = None  # freed before the next one needs the room
-            self._output = self._work.run()
-
-    def run(self) -> Any:
-        """Return the gradients."""
-        import torch
-
-        return torch.autograd.grad(self._output, self._work.inputs, self._upstream, retain_graph=self._work.keeps_graph)
-
-
-class _NotFinite(Exception):
-    """A result holds NaN or infinity: its time means nothing."""
+    same = {"op": case.op, "source": "measured", "dtype": case.dtype or backend.dtype_name, "pattern": case.pattern}
+    return [
+        {"case_id": case.case_id(direction, backend.dtype_name), "direction": direction, **same, **case.features, **row}
+        for direction, row in zip(directions, found, strict=True)
+    ]
 
 
 @contextlib.contextmanager
@@ -98,51 +100,52 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _check_finite(tensors: Any, what: str) -> None:
-    import torch
-
-    for tensor in tensors if isinstance(tensors, tuple) else (tensors,):
-        # A sum is finite only if all terms are, and needs no second tensor of that size.
-        if not bool(tensor.detach().sum(dtype=torch.float32).isfinite()):
-            raise _NotFinite(f"The {what} holds NaN or infinity.")
-
-
 def _measure(
-    run: Callable[[], Any],
-    what: str,
-    backend: TorchBackend,
-    params: ProfileParams,
-    prepare: Callable[[], None] = lambda: None,
+    run: Callable[[], Any], prepare: Callable[[], None], what: str, backend: TorchBackend, params: ProfileParams
 ) -> tuple[dict[str, Any], Any]:
     """Return the times of a run, and the result of the last of them; ``prepare`` comes before each, untimed."""
     deadline = time.perf_counter() + params.max_case_seconds / len(DIRECTIONS)
     kernel, previous, kept = backend.named(run, prepare)
-    _check_finite(kept, what)
-    for _ in range(MAX_WARM_UP - 1):
-        if time.perf_counter() + previous / 1e6 > deadline:
-            break
+    if not all(map(_is_finite, kept if isinstance(kept, tuple) else (kept,))):
+        raise _NotFinite(f"The {what} holds NaN or infinity.")
+
+    def elapsed() -> float:
+        nonlocal kept
         kept = None  # Freed before the next run needs the room, and after the clock stopped.
         prepare()
         backend.flush()
-        elapsed, kept = backend.timed(run)
-        if abs(elapsed - previous) <= STEADY * previous:
+        time_us, kept = backend.timed(run)
+        return time_us
+
+    for _ in range(MAX_WARM_UP - 1):
+        if time.perf_counter() + previous / 1e6 > deadline:
             break
-        previous = elapsed
+        before, previous = previous, elapsed()
+        if abs(previous - before) <= STEADY * before:
+            break
     samples: list[float] = []
     while len(samples) < params.min_repeats or (_wants_more(samples, params) and time.perf_counter() < deadline):
-        kept = None
-        prepare()
-        backend.flush()
-        elapsed, kept = backend.timed(run)
-        samples.append(elapsed)
+        samples.append(elapsed())
     flag = {"flag": LAUNCH_BOUND} if backend.launch_bound else {}
     return {"status": "ok", **times_of(samples), "kernel": kernel, **flag}, kept
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # A sum is finite only if all terms are, and needs no second tensor of that size.
+    return bool(tensor.detach().sum(dtype=torch.float32).isfinite())
 
 
 def times_of(samples: list[float]) -> dict[str, Any]:
     """Return what a row says of its repeats, microseconds."""
     low, middle, high = np.percentile(samples, (25, 50, 75))
     return {"time_us": float(middle), "spread_us": float(high - low), "repeats_us": samples}
+
+
+def _wants_more(samples: list[float], params: ProfileParams) -> bool:
+    if len(samples) < params.repeats:
+        return True
+    times = times_of(samples)
+    return bool(times["spread_us"] > STEADY * times["time_us"]) and len(samples) < MORE_REPEATS * params.repeats
 
 
 def both_looks(first: Mapping[str, Any], second: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -156,23 +159,36 @@ def both_looks(first: Mapping[str, Any], second: Mapping[str, Any], kind: str) -
     return {**first, **second, **times_of([*first["repeats_us"], *second["repeats_us"]])}
 
 
-def _wants_more(samples: list[float], params: ProfileParams) -> bool:
-    if len(samples) < params.repeats:
-        return True
-    low, middle, high = np.percentile(samples, (25, 50, 75))
-    return bool(high - low > STEADY * middle) and len(samples) < MORE_REPEATS * params.repeats
-
-
-def _row(case: Case, direction: str, backend: TorchBackend) -> dict[str, Any]:
-    return {
-        "case_id": case.case_id(direction, backend.dtype_name), "op": case.op, "direction": direction,
-        "source": "measured", "dtype": case.dtype or backend.dtype_name, "pattern": case.pattern, **case.features,
-    }  # fmt: skip
-
-
 def _status(error: BaseException) -> str:
-    import torch
-
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in str(error):
         return "oom"
-    return "unsupported" if isinstance(error, (RuntimeError, NotImplementedError, ValueError)) else "failed"
+    return "unsupported" if isinstance(error, (RuntimeError, ValueError)) else "failed"
+
+
+def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:
+    """Time a GEMM, an attention core, a fill and a tiny GEMM, so that a sweep asks for what the device can finish.
+
+    RoutePackError if it cannot run one of them in the number type asked for: nothing else would be timed either.
+    """
+    size = PROBE_SIZE[backend.kind]
+    gemm = Case("dense", "", {"tokens": size, "n": size, "k": size})
+    core = cell_case("attention", "single", (size,), PROBE_HEADS)
+    return Rates(
+        memory_bytes=int(params.max_memory_gib * 2**30) or int(backend.free_bytes() * USABLE_MEMORY),
+        gemm_flops_per_s=forward_flops(gemm) / _best_s(gemm, backend),
+        attention_flops_per_s=forward_flops(core) / _best_s(core, backend),
+        bytes_per_s=FLUSH_BYTES[backend.kind] / min(backend.elapsed_us(backend.flush) * 1e-6 for _ in range(PROBES)),
+        call_s=_best_s(Case("dense", "", {"tokens": 1, "n": 8, "k": 8}), backend),
+    )
+
+
+def _best_s(case: Case, backend: TorchBackend) -> float:
+    try:
+        run = make_work(case, backend).run
+        return min(backend.elapsed_us(run) for _ in range(PROBES)) * 1e-6
+    except Exception as error:
+        first = str(error).split("\n")[0]
+        raise RoutePackError(
+            f"This {backend.kind} device cannot run {case.op} in {backend.dtype_name} ({type(error).__name__}: "
+            f"{first}). Set profile.dtype to a type that it computes (auto chooses one), or free its memory."
+        ) from error

@@ -86,7 +86,7 @@ def _profile_here(
     chooser = KMeansChooser(settings.fit, siblings, fingerprint_device(device) if siblings else None)
     return profile_device(
         settings.model, settings.topology, settings.max_tokens_per_microbatch, settings.profile, out, device, observer,
-        chooser, seen,
+        chooser.next_round, seen,
     )  # fmt: skip
 
 

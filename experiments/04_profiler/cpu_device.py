@@ -13,7 +13,7 @@ from costmodels.choose import KMeansChooser
 from costmodels.fit import fit_operation
 from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
 from profiler import Measurements, ModelSpec, ProfileParams, Topology, profile_device
-from profiler.cases.rounds import EvenChooser
+from profiler.cases.rounds import even_round
 
 NAMES = ("op", "direction", "points", "held_out_cases", "median_pct", "p90_pct", "spread_pct")
 SPEC = ModelSpec.from_config({
@@ -30,9 +30,9 @@ def rows(out: Path | None) -> list[dict[str, Any]]:
         folder = out or Path(temporary)
         # A target that is never met: all 50 points are taken.
         asked = ProfileParams(max_points=POINTS, target_error=1e-6, max_minutes=0)
-        timed = profile_device(SPEC, TOPOLOGY, CAP, asked, folder / "timed", "cpu", chooser=KMeansChooser())
+        timed = profile_device(SPEC, TOPOLOGY, CAP, asked, folder / "timed", "cpu", chooser=KMeansChooser().next_round)
         others = ProfileParams(max_points=HELD_OUT_POINTS, max_minutes=0, seed=1)
-        judge = profile_device(SPEC, TOPOLOGY, CAP, others, folder / "held-out", "cpu", chooser=EvenChooser())
+        judge = profile_device(SPEC, TOPOLOGY, CAP, others, folder / "held-out", "cpu", chooser=even_round)
     return [
         _judged(op, direction, timed, judge)
         for op in ("attention", "experts", "router", "dense")

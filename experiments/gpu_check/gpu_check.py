@@ -21,9 +21,8 @@ import numpy as np
 from costmodels import CostModel
 from costmodels.operations.catalog import OPERATIONS
 from profiler import Measurements, ProfileParams, fingerprint_device
-from profiler.cases.case import Case
-from profiler.cases.estimates import Rates, case_bytes, case_seconds
-from profiler.cases.operations import operation
+from profiler.cases.case import Case, Rates, case_bytes, case_seconds
+from profiler.cases.operations import OPERATIONS as TIMED
 from profiler.device.backend import TorchBackend
 from profiler.files import write_json
 from profiler.timer import time_case
@@ -69,7 +68,7 @@ def published_cases(published: Measurements, rates: Rates) -> Iterator[tuple[Cas
     """Yield attention and GEMM rows that say exactly what ran and that this device affords, spread over sizes."""
     for op in ("attention", "dense"):
         rows = published.select(op=op, status="ok", flag="").rows
-        listed = {name: rows[name].tolist() for name in operation(op).features}
+        listed = {name: rows[name].tolist() for name in TIMED[op].features}
         cases = []
         for time_us, *values in zip(rows["time_us"].tolist(), *listed.values(), strict=True):
             f = dict(zip(listed, values, strict=True))

@@ -1,4 +1,4 @@
-"""Cases: the unit of timing, one operation at one size, and the features that describe it.
+"""Cases: the unit of timing, one operation at one size, the features that describe it, and what it asks of a device.
 
 Invariant: a case id is a hash of content; equal in every process and on every machine.
 """
@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profiler.cases.operations import HEADS, TILE_ROWS, operation
+from profiler.cases.operations import HEADS, OPERATIONS, TILE_ROWS
 from profiler.files import content_hash
+
+BACKWARD_WORK = 2.5
+"""Backward arithmetic over forward arithmetic: 2 for a GEMM, 2.5 for attention that recomputes its scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,19 @@ class Case:
         return case_id(self.op, direction, self.dtype or dtype, self.features)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A few dozen cells and rank loads of the user's own steps, so that what will be planned is what is timed."""
+
+    cells: tuple[tuple[int, ...], ...] = ()
+    """Sequence lengths of every cell."""
+    rank_rows: tuple[tuple[int, ...], ...] = ()
+    """Rows per local expert of one EP rank in one layer, for every load."""
+
+
 def case_id(op: str, direction: str, dtype: str, features: Mapping[str, int]) -> str:
     """Return 16 hex digits of the hash over operation, direction, type and features."""
-    named = {name: int(features[name]) for name in operation(op).features}
+    named = {name: int(features[name]) for name in OPERATIONS[op].features}
     return content_hash({"op": op, "direction": direction, "dtype": dtype, "features": named})[:16]
 
 
@@ -50,44 +63,35 @@ def causal_pairs(lengths: np.ndarray, window: np.ndarray | int = 0) -> np.ndarra
     return reach * (reach + 1) // 2 + (lengths - reach) * reach
 
 
-def attention_features(lengths: tuple[int, ...], heads: tuple[int, int, int, int], window: int) -> dict[str, int]:
-    """Return the features of an attention core; ``heads`` is (query heads, key-value heads, qk dim, v dim)."""
-    pairs = int(causal_pairs(np.asarray(lengths), window).sum())
-    return {**linear_attention_features(lengths, heads), "pairs": pairs, "window": window}
+def cell_case(
+    op: str, pattern: str, lengths: tuple[int, ...], heads: tuple[int, int, int, int], window: int = 0
+) -> Case:
+    """Return the ``attention`` or ``linear_attention`` core of one cell.
 
-
-def linear_attention_features(lengths: tuple[int, ...], heads: tuple[int, int, int, int]) -> dict[str, int]:
-    """Return the features of a linear attention core; ``heads`` is (value heads, key heads, key dim, value dim).
-
-    Sequences of length 0 are none: no kernel sees them.
+    ``heads`` is (query heads, key-value heads, qk dim, v dim), of linear attention (value heads, key heads, key dim,
+    value dim). Sequences of length 0 are none: no kernel sees them.
     """
-    cell = {"tokens": sum(lengths), "num_sequences": len(filled(lengths)), "max_length": max(lengths)}
-    return cell | dict(zip(HEADS, heads, strict=True))
+    features = {"tokens": sum(lengths), "num_sequences": len(filled(lengths)), "max_length": max(lengths)}
+    features |= dict(zip(HEADS, heads, strict=True))
+    if op == "attention":
+        features |= {"pairs": int(causal_pairs(np.asarray(lengths), window).sum()), "window": window}
+    return Case(op, pattern, features, lengths)
 
 
 def filled(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the lengths above 0: variable-length kernels fail on empty sequences.
-
-    Raises
-    ------
-    ValueError
-        If none is.
-    """
+    """Return the lengths above 0, for variable-length kernels fail on empty sequences; ValueError if none is."""
     some = tuple(length for length in lengths if length > 0)
     if not some:
         raise ValueError(f"Expected at least one sequence with tokens, got lengths {lengths}.")
     return some
 
 
-def router_features(tokens: int, hidden: int, num_experts: int, top_k: int) -> dict[str, int]:
-    """Return the features of choosing ``top_k`` of ``num_experts`` experts for every token of one rank."""
-    return {"tokens": tokens, "hidden_size": hidden, "num_experts": num_experts, "top_k": top_k}
-
-
-def experts_features(rows_per_expert: tuple[int, ...], hidden: int, inter: int, num_experts: int) -> dict[str, int]:
-    """Return the features of a grouped expert GEMM whose rank handles only its own rows (``router_tokens`` 0)."""
+def experts_case(
+    pattern: str, rows_per_expert: tuple[int, ...], hidden: int, inter: int, num_experts: int, dtype: str = ""
+) -> Case:
+    """Return the grouped expert GEMM of a rank that handles only its own rows (``router_tokens`` 0)."""
     counts = np.asarray(rows_per_expert, dtype=np.int64)
-    return {
+    features = {
         "rows": int(counts.sum()),
         "active_experts": int((counts > 0).sum()),
         "padded_rows": int(padded_rows(counts).sum()),
@@ -98,8 +102,40 @@ def experts_features(rows_per_expert: tuple[int, ...], hidden: int, inter: int, 
         "router_tokens": 0,
         "num_experts": num_experts,
     }
+    return Case("experts", pattern, features, rows_per_expert, dtype)
 
 
 def padded_rows(rows_per_expert: np.ndarray) -> np.ndarray:
     """Return each expert's rows rounded up to whole tiles."""
     return -(-rows_per_expert // TILE_ROWS) * TILE_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device was seen to do before the sweep."""
+
+    gemm_flops_per_s: float
+    attention_flops_per_s: float
+    bytes_per_s: float
+    call_s: float
+    """Time of one small operation, launch included."""
+    memory_bytes: int
+    """Memory that one case may take."""
+
+
+def forward_flops(case: Case) -> float:
+    """Return the floating-point operations of one forward run."""
+    return float(OPERATIONS[case.op].flops(case.features))
+
+
+def case_bytes(case: Case, item_bytes: int) -> int:
+    """Return the memory a case needs at its peak: tensors, their gradients, and as much for temporaries."""
+    return 3 * item_bytes * int(OPERATIONS[case.op].elements(case.features))
+
+
+def case_seconds(case: Case, rates: Rates, item_bytes: int) -> float:
+    """Return the estimated time of one forward and one backward run."""
+    asked = OPERATIONS[case.op]
+    arithmetic = (1 + BACKWARD_WORK) * forward_flops(case) / getattr(rates, asked.rate)
+    traffic = case_bytes(case, item_bytes) / rates.bytes_per_s
+    return arithmetic + traffic + 3 * int(asked.calls(case.features)) * rates.call_s

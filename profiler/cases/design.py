@@ -9,17 +9,15 @@ A *class* is what is chosen from as one: an operation, for attention each window
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from profiler.cases.case import Case, attention_features, experts_features, linear_attention_features, router_features
-from profiler.cases.estimates import Rates, case_bytes, case_seconds
-from profiler.cases.operations import OPERATIONS
-from profiler.cases.seen import Seen
+from profiler.cases.case import Case, Rates, Seen, case_bytes, case_seconds, cell_case, experts_case
 from profiler.errors import RoutePackError
 from profiler.model_spec import ModelSpec
 from profiler.params import FLOAT8, ProfileParams
@@ -43,6 +41,8 @@ HOT_SHARES = (0.3, 0.6, 1.0)
 """Share of all rows that goes to one expert."""
 EMPTY_PARTS = (2, 4)
 """Of partly empty ranks, one expert in so many has rows."""
+LOAD_FACTOR = 2.0
+"""Most routed rows of an expert rank, as a multiple of its mean load at a full cap."""
 RUNS_OUTSIDE_REPEATS = 2
 """Warm-up runs that a case must afford besides its least repeats."""
 
@@ -62,38 +62,6 @@ def class_of(case: Case) -> tuple[str, int, int, int]:
     return case.op, window, n, k
 
 
-class _Budget:
-    """Decide whether the device affords a case, and remember where it did not."""
-
-    def __init__(self, params: ProfileParams, rates: Rates, item_bytes: int) -> None:
-        self.rates, self.item_bytes = rates, item_bytes
-        self.run_seconds = params.max_case_seconds / (params.min_repeats + RUNS_OUTSIDE_REPEATS)
-        self.limits: list[dict[str, Any]] = []
-
-    def refusal(self, case: Case) -> str:
-        """Return why a case cannot run, or an empty string."""
-        needed = case_bytes(case, self.item_bytes)
-        if needed > self.rates.memory_bytes:
-            return f"needs {needed / 2**30:.1f} GiB, {self.rates.memory_bytes / 2**30:.1f} are allowed (max_memory_gib)"
-        seconds = case_seconds(case, self.rates, self.item_bytes)
-        if seconds > self.run_seconds:
-            return f"one run would take {seconds:.2f} s, {self.run_seconds:.2f} are allowed (max_case_seconds)"
-        return ""
-
-    def largest(self, what: str, wanted: int, build: Callable[[int], Case]) -> int:
-        """Return the largest size up to ``wanted`` that the device affords, 0 if none; note a cut under ``what``."""
-        if not self.refusal(build(wanted)):
-            return wanted
-        low, high = 0, wanted
-        while high - low > max(1, low // 16):
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.refusal(build(middle)) else (middle, high)
-        if what:
-            op, reason = build(wanted).op, self.refusal(build(high))
-            self.limits.append({"op": op, "what": what, "wanted": wanted, "designed": low, "reason": reason})
-        return low
-
-
 def design_cases(
     spec: ModelSpec,
     topology: Topology,
@@ -105,91 +73,156 @@ def design_cases(
 ) -> Design:
     """Return the pool for one model, topology and token cap, in a seeded order.
 
-    Raises
-    ------
-    RoutePackError
-        If the experts do not divide over the ranks, or the device affords no case at all of some operation.
+    RoutePackError if the experts do not divide over the ranks, or the device affords no case of some operation.
     """
-    if spec.num_experts % topology.expert_model_parallel_size:
+    ranks = topology.expert_model_parallel_size
+    if spec.num_experts % ranks:
         raise RoutePackError(
-            f"{spec.name} has {spec.num_experts} experts; expert_model_parallel_size "
-            f"{topology.expert_model_parallel_size} must divide them."
+            f"{spec.name} has {spec.num_experts} experts; expert_model_parallel_size {ranks} must divide them."
         )
     rng = np.random.default_rng(params.seed)
-    budget, seen = _Budget(params, rates, item_bytes), seen or Seen()
-    largest = max(1, round(max_tokens * params.size_fraction))
-    cases = _cell_cases(spec, topology, largest, budget, seen)
-    cases += _dense_cases(spec, topology, largest, budget)
-    cases += _router_cases(spec, topology, largest, budget)
-    cases += _experts_cases(spec, topology, largest, params, budget, rng, seen)
-    _check_every_operation(cases, spec, budget)
+    pool = _Pool(spec, topology, max_tokens, params, rates, item_bytes, seen or Seen())
+    found = {"attention": [case for window in spec.attention_windows for case in pool.cells("attention", window)]}
+    if any(spec.linear_layers):
+        found["linear_attention"] = pool.cells("linear_attention")
+    found |= {"dense": pool.dense(), "router": pool.router(), "experts": pool.experts(rng)}
     distinct: dict[str, Case] = {}
-    for case in cases:
-        distinct.setdefault(case.case_id("forward", ""), case)
+    for op, cases in found.items():
+        if not cases:
+            reason = next((limit["reason"] for limit in pool.limits if limit["op"] == op), "no size fits")
+            raise RoutePackError(
+                f"This device affords no case of {op} for {spec.name}: {reason}. Raise that limit in the profile "
+                "section, use larger parallel sizes or a larger device, or import --published timings."
+            )
+        for case in cases:
+            distinct.setdefault(case.case_id("forward", ""), case)
     listed = list(distinct.values())
-    return Design(tuple(listed[i] for i in rng.permutation(len(listed))), tuple(budget.limits))
+    return Design(tuple(listed[i] for i in rng.permutation(len(listed))), tuple(pool.limits))
 
 
-def _check_every_operation(cases: list[Case], spec: ModelSpec, budget: _Budget) -> None:
-    found = {case.op for case in cases}
-    for op, asked in OPERATIONS.items():
-        if op in found or asked.exchange or (asked.optional and not any(spec.linear_layers)):
-            continue
-        reason = next((limit["reason"] for limit in budget.limits if limit["op"] == op), "no size fits")
-        raise RoutePackError(
-            f"This device affords no case of {op} for {spec.name}: {reason}. Raise that limit in the profile "
-            "section, use larger parallel sizes or a larger device, or import --published timings."
-        )
+@dataclass(frozen=True)
+class _Pool:
+    """Build the cases of one model that the device affords, and remember where it did not."""
+
+    spec: ModelSpec
+    topology: Topology
+    max_tokens: int
+    params: ProfileParams
+    rates: Rates
+    item_bytes: int
+    seen: Seen
+    limits: list[dict[str, Any]] = field(default_factory=list)
+
+    def refusal(self, case: Case) -> str:
+        """Return why a case cannot run, or an empty string."""
+        needed, allowed = case_bytes(case, self.item_bytes), self.rates.memory_bytes
+        if needed > allowed:
+            return f"needs {needed / 2**30:.1f} GiB, {allowed / 2**30:.1f} are allowed (max_memory_gib)"
+        seconds = case_seconds(case, self.rates, self.item_bytes)
+        longest = self.params.max_case_seconds / (self.params.min_repeats + RUNS_OUTSIDE_REPEATS)
+        if seconds > longest:
+            return f"one run would take {seconds:.2f} s, {longest:.2f} are allowed (max_case_seconds)"
+        return ""
+
+    def largest(self, what: str, wanted: int, build: Callable[[int], Case]) -> int:
+        """Return the largest size up to ``wanted`` that the device affords, 0 if none; note a cut under ``what``."""
+        afforded = bisect_left(range(1, wanted + 1), True, key=lambda size: bool(self.refusal(build(size))))
+        if what and afforded < wanted:
+            limit = build(afforded + 1)
+            about = {"op": limit.op, "what": what, "wanted": wanted, "designed": afforded}
+            self.limits.append(about | {"reason": self.refusal(limit)})
+        return afforded
+
+    def cells(self, op: str, window: int = 0) -> list[Case]:
+        """Return cells as the user's steps hold them, of one sequence, of equal sequences and of mixed lengths."""
+        heads = self.spec.attention_heads(self.topology.tensor_model_parallel_size, op == "linear_attention")
+
+        def cell(pattern: str, lengths: tuple[int, ...]) -> Case:
+            return cell_case(op, pattern, lengths, heads, window)
+
+        def single(length: int) -> Case:
+            return cell("single", (length,))
+
+        def mixed(total: int, part: int = MEDIAN_SHARES[0]) -> Case:
+            return cell("mixed", mixed_lengths(total, total / part))
+
+        label = f"window {window}" if window else "full attention" if op == "attention" else "linear attention"
+        longest = self.largest(f"{label}, tokens of one sequence", self.max_tokens, single)
+        most = self.largest(f"{label}, tokens of mixed lengths", self.max_tokens, mixed)
+        if not longest or not most:
+            return []
+        cases = [cell(SEEN, lengths) for lengths in self.seen.cells]
+        cases += [single(length) for length in log_sizes(MIN_LENGTH, longest, FINE_SIZES)]
+        for length in log_sizes(MIN_LENGTH, max(1, longest // 2), SIZES):
+
+            def even(count: int, length: int = length) -> Case:
+                return cell("even", (length,) * count)
+
+            full = self.largest("", max(1, self.max_tokens // length), even)
+            cases += [even(max(1, full // part)) for part in FILLS]
+        for total in log_sizes(8 * MIN_LENGTH, most, SIZES):
+            cases += [mixed(total, part) for part in MEDIAN_SHARES]
+        return [case for case in cases if not self.refusal(case)]
+
+    def dense(self) -> list[Case]:
+        spec, tensor = self.spec, self.topology.tensor_model_parallel_size
+        shapes = {*spec.attention_projections(tensor), *spec.feed_forward(spec.shared_intermediate_size, tensor)}
+        if any(spec.linear_layers):
+            shapes |= {*spec.attention_projections(tensor, linear=True)}
+        if not all(spec.moe_layers):
+            shapes |= {*spec.feed_forward(spec.dense_intermediate_size, tensor)}
+        most, cases = self.max_tokens // self.topology.context_parallel_size, []
+        for n, k in sorted(shapes):
+
+            def gemm(tokens: int, n: int = n, k: int = k) -> Case:
+                return Case("dense", "", {"tokens": tokens, "n": n, "k": k})
+
+            cases += self._fine(f"{n} x {k}, tokens", most, gemm)
+        return cases
+
+    def router(self) -> list[Case]:
+        routed = {name: getattr(self.spec, name) for name in ("hidden_size", "num_experts", "top_k")}
+
+        def route(tokens: int) -> Case:
+            return Case("router", "", {"tokens": tokens, **routed})
+
+        # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
+        return self._fine("tokens of one rank", self.max_tokens // self.topology.ranks_per_slot, route)
+
+    def _fine(self, what: str, most: int, build: Callable[[int], Case]) -> list[Case]:
+        afforded = self.largest(what, max(1, most), build)
+        return [build(tokens) for tokens in log_sizes(1, afforded, FINE_SIZES)] if afforded else []
+
+    def experts(self, rng: np.random.Generator) -> list[Case]:
+        """Return grouped GEMMs of one rank: no rows, one row, and loads of many sizes and splits."""
+        spec, topology = self.spec, self.topology
+        ranks = topology.expert_model_parallel_size
+        local, inter = spec.num_experts // ranks, spec.moe_intermediate_size // topology.expert_tensor_parallel_size
+        dtype = FLOAT8 if self.params.dtype == FLOAT8 else ""
+
+        def rank(pattern: str, counts: Iterable[int]) -> Case:
+            parts = tuple(int(count) for count in counts)
+            return experts_case(pattern, parts, spec.hidden_size, max(1, inter), spec.num_experts, dtype)
+
+        def even(rows: int) -> Case:
+            return rank("even", split_exactly(rows, np.ones(local)))
+
+        block_rows = self.max_tokens * topology.slots_per_block * spec.top_k // topology.blocks_per_slot
+        wanted = max(1, min(block_rows, round(block_rows / ranks * LOAD_FACTOR)))
+        afforded = self.largest("rows of one rank", wanted, even)
+        if not afforded:
+            return []
+        cases = [rank("empty", [0] * local), rank("sparse", [1] + [0] * (local - 1))]
+        cases += [rank(SEEN, rows) for rows in self.seen.rank_rows if sum(rows)]
+        for rows in log_sizes(MIN_ROWS, afforded, SIZES):
+            cases += [rank(pattern, split_exactly(rows, weights)) for pattern, weights in _splits(local, rng)]
+        return [case for case in cases if not self.refusal(case)]
 
 
 def log_sizes(low: int, high: int, points: int) -> list[int]:
     """Return at most ``points`` distinct integers, even in log, ``low`` and ``high`` included."""
     low = min(low, high)
     return sorted({round(float(size)) for size in np.geomspace(low, high, max(2, points))})
-
-
-CellCase = Callable[[str, tuple[int, ...]], Case]
-"""From a pattern and sequence lengths to the case of one cell."""
-
-
-def _cell_cases(spec: ModelSpec, topology: Topology, largest: int, budget: _Budget, seen: Seen) -> list[Case]:
-    tensor = topology.tensor_model_parallel_size
-    heads, linear_heads = spec.attention_heads(tensor), spec.attention_heads(tensor, linear=True)
-
-    def attention(window: int) -> CellCase:
-        return lambda pattern, lengths: Case("attention", pattern, attention_features(lengths, heads, window), lengths)
-
-    def linear(pattern: str, lengths: tuple[int, ...]) -> Case:
-        return Case("linear_attention", pattern, linear_attention_features(lengths, linear_heads), lengths)
-
-    cases: list[Case] = []
-    for window in spec.attention_windows:
-        label = f"window {window}" if window else "full attention"
-        cases += _cells(attention(window), label, largest, budget, seen)
-    return cases + (_cells(linear, "linear attention", largest, budget, seen) if any(spec.linear_layers) else [])
-
-
-def _cells(cell: CellCase, label: str, largest: int, budget: _Budget, seen: Seen) -> list[Case]:
-    """Return cells as the user's steps hold them, of one sequence, of equal sequences and of mixed lengths."""
-
-    def mixed(total: int) -> Case:
-        return cell("mixed", mixed_lengths(total, total / MEDIAN_SHARES[0]))
-
-    def even(length: int) -> Callable[[int], Case]:
-        return lambda count: cell("even", (length,) * count)
-
-    longest = budget.largest(f"{label}, tokens of one sequence", largest, lambda length: cell("single", (length,)))
-    most = budget.largest(f"{label}, tokens of mixed lengths", largest, mixed)
-    if not longest or not most:
-        return []
-    cases = [cell(SEEN, lengths) for lengths in seen.cells]
-    cases += [cell("single", (length,)) for length in log_sizes(MIN_LENGTH, longest, FINE_SIZES)]
-    for length in log_sizes(MIN_LENGTH, max(1, longest // 2), SIZES):
-        full = budget.largest("", max(1, largest // length), even(length))
-        cases += [even(length)(max(1, full // part)) for part in FILLS]
-    for total in log_sizes(8 * MIN_LENGTH, most, SIZES):
-        cases += [cell("mixed", mixed_lengths(total, total / part)) for part in MEDIAN_SHARES]
-    return [case for case in cases if not budget.refusal(case)]
 
 
 def mixed_lengths(total: int, median: float) -> tuple[int, ...]:
@@ -208,72 +241,11 @@ def split_exactly(total: int, weights: np.ndarray) -> np.ndarray:
     return parts
 
 
-def _dense_cases(spec: ModelSpec, topology: Topology, largest: int, budget: _Budget) -> list[Case]:
-    tensor = topology.tensor_model_parallel_size
-    shapes = [*spec.attention_projections(tensor), *spec.feed_forward(spec.shared_intermediate_size, tensor)]
-    if any(spec.linear_layers):
-        shapes += spec.attention_projections(tensor, linear=True)
-    if not all(spec.moe_layers):
-        shapes += spec.feed_forward(spec.dense_intermediate_size, tensor)
-    most = max(1, largest // topology.context_parallel_size)
-    cases = []
-    for n, k in sorted(set(shapes)):
-
-        def gemm(tokens: int, n: int = n, k: int = k) -> Case:
-            return Case("dense", "", {"tokens": tokens, "n": n, "k": k})
-
-        afforded = budget.largest(f"{n} x {k}, tokens", most, gemm)
-        cases += [gemm(tokens) for tokens in log_sizes(1, afforded, FINE_SIZES)] if afforded else []
-    return cases
-
-
-def _router_cases(spec: ModelSpec, topology: Topology, largest: int, budget: _Budget) -> list[Case]:
-    def route(tokens: int) -> Case:
-        return Case("router", "", router_features(tokens, spec.hidden_size, spec.num_experts, spec.top_k))
-
-    # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
-    afforded = budget.largest("tokens of one rank", max(1, largest // topology.ranks_per_slot), route)
-    return [route(tokens) for tokens in log_sizes(1, afforded, FINE_SIZES)] if afforded else []
-
-
-def _experts_cases(
-    spec: ModelSpec,
-    topology: Topology,
-    largest: int,
-    params: ProfileParams,
-    budget: _Budget,
-    rng: np.random.Generator,
-    seen: Seen,
-) -> list[Case]:
-    """Return grouped GEMMs of one rank: no rows, one row, and loads of many sizes and splits."""
-    local = spec.num_experts // topology.expert_model_parallel_size
-    inter = max(1, spec.moe_intermediate_size // topology.expert_tensor_parallel_size)
-
-    def rank(pattern: str, counts: np.ndarray) -> Case:
-        parts = tuple(int(count) for count in counts)
-        features = experts_features(parts, spec.hidden_size, inter, spec.num_experts)
-        return Case("experts", pattern, features, parts, FLOAT8 if params.dtype == FLOAT8 else "")
-
-    block_rows = largest * topology.slots_per_block * spec.top_k // topology.blocks_per_slot
-    mean_rows = block_rows / topology.expert_model_parallel_size
-    wanted = max(1, min(block_rows, round(mean_rows * params.load_factor)))
-    afforded = budget.largest(
-        "rows of one rank", wanted, lambda rows: rank("even", split_exactly(rows, np.ones(local)))
-    )
-    if not afforded:
-        return []
-    cases = [rank("empty", np.zeros(local, dtype=np.int64)), rank("sparse", split_exactly(1, np.eye(1, local)[0]))]
-    cases += [rank(SEEN, np.array(rows)) for rows in seen.rank_rows if sum(rows)]
-    for rows in log_sizes(MIN_ROWS, afforded, SIZES):
-        cases += [rank(pattern, split_exactly(rows, weights)) for pattern, weights in _splits(local, rng)]
-    return [case for case in cases if not budget.refusal(case)]
-
-
 def _splits(local: int, rng: np.random.Generator) -> list[tuple[str, np.ndarray]]:
     """Return patterns and weights of the local experts: even, skewed, partly empty, one hot."""
     skewed = [np.exp(skew * rng.standard_normal(local)) for skew in SKEWS]
-    keep = [rng.permutation(local) < max(1, local // part) for part in EMPTY_PARTS for _ in range(2)]
-    sparse = [weights * kept for weights, kept in zip((skewed[0], skewed[-1]) * len(EMPTY_PARTS), keep, strict=True)]
+    few = [max(1, local // part) for part in EMPTY_PARTS]
+    sparse = [weights * (rng.permutation(local) < count) for count in few for weights in (skewed[0], skewed[-1])]
     others = np.arange(local) > 0
     hot = [np.where(others, (1.0 - share) / max(1, local - 1), share) for share in HOT_SHARES]
     named = {"even": [np.ones(local)], "skewed": skewed, "sparse": sparse, "hot": hot}

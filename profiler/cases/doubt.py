@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler.cases.operations import operation
+from profiler.cases.operations import OPERATIONS
 
 POINT_LIMIT = 1.25
 POINT_LIMIT_RANDOM = 1.6
@@ -79,7 +79,7 @@ def doubtful_cases(rows: Iterable[Mapping[str, Any]]) -> set[str]:
             groups.setdefault((row["op"], row["direction"]), []).append(row)
     doubts: set[str] = set()
     for (op, _), listed in groups.items():
-        features = np.array([[row[name] for name in operation(op).features] for row in listed])
+        features = np.array([[row[name] for name in OPERATIONS[op].features] for row in listed])
         time = np.array([row["time_us"] for row in listed])
         asks_less = (features[:, None] <= features[None]).all(axis=2)
         slower = time[:, None] > POINT_LIMIT * time[None] + SLACK_US

@@ -33,32 +33,20 @@ Estimate = Callable[[Mapping[str, Any]], Any]
 """From features, whole numbers or columns of them, to an amount of the same shape."""
 
 
-def _nothing(_: Mapping[str, Any]) -> int:
-    return 0
-
-
-def _few_calls(f: Mapping[str, Any]) -> Any:
-    return f.get("num_sequences", 0) + f.get("local_experts", 0) + 4
-
-
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One kind of work: its features, and rough amounts of one forward run, which nobody plans with."""
 
     features: tuple[str, ...]
     """Columns that describe a case, integers, in the order in which models read them."""
-    flops: Estimate = _nothing
+    flops: Estimate = lambda f: 0
     """Floating-point operations, as the kernels do them."""
-    weights: Estimate = _nothing
-    """Elements of the weights."""
-    activations: Estimate = _nothing
-    """Elements of inputs, kept intermediates and outputs."""
-    calls: Estimate = _few_calls
+    elements: Estimate = lambda f: 0
+    """Numbers that are held: weights, inputs, kept intermediates and outputs."""
+    calls: Estimate = lambda f: f.get("num_sequences", 0) + f.get("local_experts", 0) + 4
     """Kernels that are launched."""
     rate: str = "gemm_flops_per_s"
     """Which of a device's rates computes it."""
-    optional: bool = False
-    """Only some models have it."""
     exchange: bool = False
     """It is what ranks send one another, no computation."""
 
@@ -92,34 +80,36 @@ def _linear_attention_elements(f: Mapping[str, Any]) -> Any:
 OPERATIONS: dict[str, Operation] = {
     "attention": Operation(
         ("tokens", "pairs", "num_sequences", "max_length", *HEADS, "window"),
-        flops=_attention_flops,
-        activations=_attention_elements,
+        _attention_flops,
+        _attention_elements,
         rate="attention_flops_per_s",
     ),
     "linear_attention": Operation(
         ("tokens", "num_sequences", "max_length", *HEADS),
-        flops=_linear_attention_flops,
-        activations=_linear_attention_elements,
+        _linear_attention_flops,
+        _linear_attention_elements,
         calls=lambda f: 10 * (f["max_length"] // CHUNK_TOKENS + 1) + 30,
-        optional=True,
     ),
     "dense": Operation(
         ("tokens", "n", "k"),
-        flops=lambda f: 2.0 * f["tokens"] * f["n"] * f["k"],
-        weights=lambda f: f["n"] * f["k"],
-        activations=lambda f: f["tokens"] * (f["n"] + f["k"]),
+        lambda f: 2.0 * f["tokens"] * f["n"] * f["k"],
+        lambda f: f["n"] * f["k"] + f["tokens"] * (f["n"] + f["k"]),
     ),
     "router": Operation(
         ("tokens", "hidden_size", "num_experts", "top_k"),
-        flops=lambda f: 2.0 * f["tokens"] * f["hidden_size"] * (f["num_experts"] + f["top_k"]),
-        weights=lambda f: f["num_experts"] * f["hidden_size"],
-        activations=lambda f: f["tokens"] * (2 * f["hidden_size"] * (1 + f["top_k"]) + 3 * f["num_experts"]),
+        lambda f: 2.0 * f["tokens"] * f["hidden_size"] * (f["num_experts"] + f["top_k"]),
+        lambda f: (
+            (f["num_experts"] + 2 * f["tokens"] * (1 + f["top_k"])) * f["hidden_size"]
+            + 3 * f["tokens"] * f["num_experts"]
+        ),
     ),
     "experts": Operation(
         (*EXPERT_ROWS, "local_experts", "hidden_size", "inter_size", "router_tokens", "num_experts"),
-        flops=lambda f: 6.0 * f["rows"] * f["hidden_size"] * f["inter_size"],
-        weights=lambda f: 3 * f["local_experts"] * f["hidden_size"] * f["inter_size"],
-        activations=lambda f: f["rows"] * (2 * f["hidden_size"] + 4 * f["inter_size"]),
+        lambda f: 6.0 * f["rows"] * f["hidden_size"] * f["inter_size"],
+        lambda f: (
+            3 * f["local_experts"] * f["hidden_size"] * f["inter_size"]
+            + f["rows"] * (2 * f["hidden_size"] + 4 * f["inter_size"])
+        ),
     ),
     "alltoall": Operation(("bytes", "inter_bytes", "ranks"), exchange=True),
     "transfer": Operation(("bytes", "inter_bytes"), exchange=True),
@@ -127,16 +117,3 @@ OPERATIONS: dict[str, Operation] = {
 
 FEATURE_COLUMNS: tuple[str, ...] = tuple(dict.fromkeys(name for one in OPERATIONS.values() for name in one.features))
 """Every feature column once; 0 where it is not of the row's operation."""
-
-
-def operation(name: str) -> Operation:
-    """Return what is known of an operation.
-
-    Raises
-    ------
-    ValueError
-        If there is none of that name.
-    """
-    if name not in OPERATIONS:
-        raise ValueError(f"Unknown operation {name!r}: expected one of {', '.join(OPERATIONS)}.")
-    return OPERATIONS[name]

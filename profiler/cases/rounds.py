@@ -6,9 +6,9 @@ remembered, so that a killed sweep goes on with the same cases.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,27 +34,19 @@ class Round:
     """``target_error``, ``max_points``, or empty while there is something to time."""
 
 
-class Chooser(Protocol):
-    """Decide the next round of a sweep."""
-
-    def next_round(
-        self, pool: Sequence[Case], timed: Collection[Case], rows: Iterable[Mapping[str, Any]], params: ProfileParams
-    ) -> Round:
-        """Return the next round; ``timed`` are finished ones of the pool's own objects, ``rows`` all rows so far."""
+Chooser = Callable[[Sequence[Case], Collection[Case], Iterable[Mapping[str, Any]], ProfileParams], Round]
+"""From the pool, the finished ones among its own objects, all rows so far and the settings to the next round."""
 
 
-class EvenChooser:
-    """One round: of every class ``max_points`` cases, spread evenly over each pattern's sizes."""
-
-    def next_round(
-        self, pool: Sequence[Case], timed: Collection[Case], rows: Iterable[Mapping[str, Any]], params: ProfileParams
-    ) -> Round:
-        """Return what is chosen and not timed yet; judges no errors."""
-        caps = points_by_class(pool, params.max_points)
-        wanted = {id(case) for key, cases in by_class(pool).items() for case in even_choice(cases, caps[key])}
-        done = {id(case) for case in timed}
-        cases = tuple(case for case in pool if id(case) in wanted - done)
-        return Round(cases, stopped_by="" if cases else "max_points")
+def even_round(
+    pool: Sequence[Case], timed: Collection[Case], _: Iterable[Mapping[str, Any]], params: ProfileParams
+) -> Round:
+    """Return what is not timed yet of ``max_points`` cases of every class, even over each pattern's sizes."""
+    caps = points_by_class(pool, params.max_points)
+    wanted = {id(case) for key, cases in by_class(pool).items() for case in even_choice(cases, caps[key])}
+    wanted -= {id(case) for case in timed}
+    cases = tuple(case for case in pool if id(case) in wanted)
+    return Round(cases, stopped_by="" if cases else "max_points")
 
 
 def by_class(pool: Sequence[Case]) -> dict[ClassKey, list[Case]]:
@@ -75,19 +67,13 @@ def points_by_class(pool: Sequence[Case], max_points: int) -> dict[ClassKey, int
 def even_choice(cases: Sequence[Case], count: int) -> list[Case]:
     """Return at most ``count`` cases: every pattern its share, from its least to its largest case."""
     patterns: dict[str, list[Case]] = {}
-    for case in sorted(cases, key=_size):
+    for case in sorted(cases, key=lambda case: tuple(case.features.get(name, 0) for name in SIZE_FEATURES)):
         patterns.setdefault(case.pattern, []).append(case)
     chosen: list[Case] = []
     # Small patterns first: what they leave goes to the others.
-    queue = sorted(patterns.values(), key=len)
-    for place, members in enumerate(queue):
-        share = (count - len(chosen)) // (len(queue) - place)
-        if share:
-            places = np.linspace(0, len(members) - 1, min(share, len(members))).round().astype(np.int64)
-            # A single place is the largest: it costs most of a step.
-            chosen += [members[i] for i in (places if len(places) > 1 else [len(members) - 1])]
+    for left, members in zip(range(len(patterns), 0, -1), sorted(patterns.values(), key=len), strict=True):
+        share = min((count - len(chosen)) // left, len(members))
+        # A single place is the largest: it costs most of a step.
+        last = len(members) - 1
+        chosen += [members[i] for i in np.linspace(last if share == 1 else 0, last, share).round().astype(np.int64)]
     return chosen
-
-
-def _size(case: Case) -> tuple[int, ...]:
-    return tuple(case.features.get(name, 0) for name in SIZE_FEATURES)

@@ -1,27 +1,29 @@
 """The devices: one code with torch on CPU and CUDA; they differ in clock, attention kernel and free memory.
 
-``torch.nn.functional.grouped_mm`` runs on both. Attention is ``torch.nn.attention.varlen.varlen_attn`` on CUDA and
-``scaled_dot_product_attention`` per sequence on CPU. There is no simulated device.
+There is no simulated device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from profiler.device.facts import usable_cores
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.device.facts import read_text, usable_cores
 from profiler.device.readings import read_cpu, read_gpu
-from profiler.errors import RoutePackError
 from profiler.params import FLOAT8, ProfileParams
 
-if TYPE_CHECKING:
-    import torch
-
+Run = tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]
+"""One run of an operation, and the tensors that its backward run differentiates by."""
 FLUSH_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Written between runs, so that every run starts from caches that hold something else."""
 MAX_WRITES = 8
@@ -45,36 +47,24 @@ class TorchBackend:
     """
 
     def __init__(self, kind: str, params: ProfileParams) -> None:
-        try:
-            import torch
-        except ImportError:
-            raise RoutePackError(
-                "Profiling needs torch, which is not installed. Install routepack-tune with its dependencies, or "
-                "import --published timings."
-            ) from None
-        self.kind = kind
-        self.device = torch.device(kind)
+        self.kind, self.device = kind, torch.device(kind)
         wanted = "bfloat16" if params.dtype == FLOAT8 else params.dtype
         self.dtype_name = _native_dtype(kind) if wanted == "auto" else wanted
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.threads = params.threads or max(1, usable_cores() - 1)
+        self.times_loops = params.time_loops
         self._flush = torch.empty(FLUSH_BYTES[kind], dtype=torch.uint8, device=self.device)
-        self.generator = torch.Generator(device=self.device).manual_seed(params.seed)
-        self._pool = torch.randn(POOL_ELEMENTS, dtype=self.dtype, device=self.device, generator=self.generator)
+        generator = torch.Generator(device=self.device).manual_seed(params.seed)
+        self._pool = torch.randn(POOL_ELEMENTS, dtype=self.dtype, device=self.device, generator=generator)
         self._drawn = 0
         self._writes, self._write_s = 1, 0.0
         self.launch_bound = False
         """Whether the latest run's launches took longer than the most writes of a flush can cover."""
-        self.times_loops = params.time_loops
         self.busy_s = 0.0
-        self.runs = 0
-        """Runs timed so far, warm-up included."""
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
         """Hold the thread count for the time of a sweep, and give back the caller's."""
-        import torch
-
         if self.kind == "cpu":
             _keep_freed_memory()
         before = torch.get_num_threads()
@@ -84,19 +74,12 @@ class TorchBackend:
         finally:
             torch.set_num_threads(before)
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one number."""
-        return self.dtype.itemsize
-
     def tensor(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Return a seeded normal tensor that wants a gradient."""
         return self.filled(*shape, scale=scale).requires_grad_()
 
     def filled(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Return a tensor of seeded normal numbers, copied from a pool: drawing them anew takes longer than the run."""
-        import torch
-
         made = torch.empty(shape, dtype=self.dtype, device=self.device)
         flat, filled = made.view(-1), 0
         while filled < flat.numel():
@@ -105,29 +88,26 @@ class TorchBackend:
             filled, self._drawn = filled + count, (self._drawn + count) % POOL_ELEMENTS
         return made
 
-    @property
-    def flush_bytes(self) -> int:
-        """Bytes that one write of a flush touches."""
-        return self._flush.nbytes
-
     def flush(self) -> None:
         """Displace what the caches hold; on CUDA for long enough that the launches of the next run hide behind it."""
+        with self._busy():
+            for _ in range(self._writes):
+                self._flush.zero_()
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
         began = time.perf_counter()
-        for _ in range(self._writes):
-            self._flush.zero_()
+        yield
         self.busy_s += time.perf_counter() - began
 
     def warm_up(self, seconds: float) -> None:
         """Keep the device at work for so long: after idling, clocks first have to rise."""
-        import torch
-
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline:
             self.flush()
             if self.kind == "cuda":
-                self.busy_s -= time.perf_counter()
-                torch.cuda.synchronize()
-                self.busy_s += time.perf_counter()
+                with self._busy():
+                    torch.cuda.synchronize()
 
     def elapsed_us(self, run: Callable[[], Any]) -> float:
         """Return the time of one run, whose result is freed after the clock stopped."""
@@ -138,12 +118,9 @@ class TorchBackend:
 
         On CUDA nothing waits between the flush before and the run: launches hide behind it, as they do in training.
         """
-        import torch
-
-        self.runs += 1
         began = time.perf_counter()
         if self.kind == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             kept = run()
             end.record()
@@ -159,15 +136,12 @@ class TorchBackend:
 
     def _cover(self, launch_s: float) -> None:
         """Let the next flush last longer than the launches of a run like this one."""
-        import torch
-
         if not self._write_s:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            for event in (None, start, end):  # The first write only gets the device going.
-                if event is not start:
-                    self._flush.zero_()
-                if event is not None:
-                    event.record()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush.zero_()  # The first write only gets the device going.
+            start.record()
+            self._flush.zero_()
+            end.record()
             end.synchronize()
             self._write_s = max(start.elapsed_time(end) * 1e-3, 1e-6)
         needed = max(1, math.ceil(COVER * launch_s / self._write_s))
@@ -175,16 +149,13 @@ class TorchBackend:
 
     def free_bytes(self) -> int:
         """Return the memory that is free now."""
-        import torch
-
         if self.kind == "cuda":
             return int(torch.cuda.mem_get_info()[0])
-        return _free_host_bytes()
+        told = re.search(r"^MemAvailable:\s*(\d+) kB$", read_text("/proc/meminfo"), re.MULTILINE)
+        return int(told[1]) * 1024 if told else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
     def release(self) -> None:
         """Give cached memory back after a case."""
-        import torch
-
         if self.kind == "cuda":
             torch.cuda.empty_cache()
 
@@ -192,11 +163,9 @@ class TorchBackend:
         """Return clock, temperature, power and throttle reasons of the device as numbers, as far as it tells them."""
         if self.kind != "cuda":
             return read_cpu()
-        import torch
-
         return read_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
-    def named(self, run: Callable[[], Any], prepare: Callable[[], None] = lambda: None) -> tuple[str, float, Any]:
+    def named(self, run: Callable[[], Any], prepare: Callable[[], None]) -> tuple[str, float, Any]:
         """Return the names of what did the work in one run, its time as a warm-up run, and its result."""
         prepare()
         if self.kind == "cuda":
@@ -205,10 +174,10 @@ class TorchBackend:
                 return found
             del found  # Its result makes room for the next.
             prepare()
-        with _recorder() as names:
+        with _Recorder() as recorder:
             elapsed, kept = self.timed(run)
-        heavy = sorted(name for name in names if any(word in name for word in HEAVY_OPS))
-        return " + ".join(heavy or sorted(names)[:LISTED_KERNELS]), elapsed, kept
+        heavy = sorted(name for name in recorder.names if any(word in name for word in HEAVY_OPS))
+        return " + ".join(heavy or sorted(recorder.names)[:LISTED_KERNELS]), elapsed, kept
 
     def _device_kernels(self, run: Callable[[], Any]) -> tuple[str, float, Any]:
         """Name the longest device kernels of one run and their number; no names where torch's profiler cannot tell."""
@@ -237,8 +206,6 @@ def _keep_freed_memory() -> None:
 
     When it gives memory back depends on what a process allocated before, so two sweeps of one machine would differ.
     """
-    import ctypes
-
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such switch
         tune = ctypes.CDLL(None).mallopt
         tune(M_MMAP_MAX, 0)
@@ -247,38 +214,21 @@ def _keep_freed_memory() -> None:
 
 
 def _native_dtype(kind: str) -> str:
-    import torch
-
-    if kind == "cuda":
-        return "bfloat16"
     # Private, and so absent in some versions: without an answer float32 is the safe choice.
     probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return "bfloat16" if any(probe is not None and probe() for probe in probes) else "float32"
+    return "bfloat16" if kind == "cuda" or any(probe is not None and probe() for probe in probes) else "float32"
 
 
-def _free_host_bytes() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as stream:
-            facts = dict(line.split(":", 1) for line in stream)
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-@contextlib.contextmanager
-def _recorder() -> Iterator[set[str]]:
+class _Recorder(TorchDispatchMode):
     """Collect the names of the operations that torch dispatches meanwhile."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    names: set[str] = set()
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
 
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.add(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Recorder():
-        yield names
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ for different silicon.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -16,17 +17,35 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from profiler.device.facts import driver_facts, kernel_packages, network_cards, nvlink_total, usable_cores
+from profiler.device.facts import driver_facts, kernel_packages, network_cards, nvlink_total, read_text, usable_cores
 from profiler.errors import RoutePackError
 
 GIB = 2**30
 TOLERANCE = 0.10
 """Two devices of one kind may report memory this far apart (reserved pages, ECC) and still be near."""
+FAR, NEAR, NONE = "different", "near", "exact"
+RULES = {
+    "kind": (FAR, FAR),
+    "vendor": (FAR, FAR),
+    "arch": (FAR, FAR),
+    "units": (FAR, NEAR),
+    "memory_gib": (FAR, NEAR),
+    "l2_mib": (FAR, NONE),
+    "interconnect": (NEAR, NEAR),
+    "ranks_per_node": (NEAR, NEAR),
+    "name": (NEAR, NEAR),
+    "pcie": (NEAR, NONE),
+    "network": (NEAR, NONE),
+    "clock_max_mhz": (NEAR, NONE),
+}
+"""By fact: what another value means, and what it means where one side does not know its own."""
+SIZES = {"memory_gib": "GiB", "l2_mib": "MiB"}
+"""Facts of which another value within the tolerance is near."""
 
 
 @dataclass(frozen=True)
 class DeviceFingerprint:
-    """Hold the facts of a device that decide its times."""
+    """Hold the facts of a device that decide its times; unknown ones are 0 or empty."""
 
     kind: str
     """``cpu`` or ``cuda``."""
@@ -36,22 +55,22 @@ class DeviceFingerprint:
     name: str
     """What the driver calls it: information only."""
     units: int
-    """Streaming multiprocessors, or cores this process may use; 0 if unknown."""
+    """Streaming multiprocessors, or cores this process may use."""
     memory_gib: int
     interconnect: str
-    """How ranks of one node reach one another; empty if unknown."""
+    """How ranks of one node reach one another."""
     ranks_per_node: int
     software: dict[str, str] = field(default_factory=dict)
     origin: str = "measured"
     """``measured`` here, or ``published`` by somebody else."""
     l2_mib: int = 0
-    """Last cache before the memory (GPUs); 0 if unknown."""
+    """Last cache before the memory (GPUs)."""
     pcie: str = ""
-    """``gen 5 x16``, the best that card and slot do; empty if unknown."""
+    """``gen 5 x16``, the best that card and slot do."""
     network: str = ""
-    """Active ports of the node, ``8 x 400 Gb/s InfiniBand``; empty if unknown."""
+    """Active ports of the node, ``8 x 400 Gb/s InfiniBand``."""
     clock_max_mhz: int = 0
-    """Highest clock of the multiprocessors; 0 if unknown."""
+    """Highest clock of the multiprocessors."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -59,13 +78,7 @@ class DeviceFingerprint:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> DeviceFingerprint:
-        """Read what :meth:`to_dict` wrote.
-
-        Raises
-        ------
-        RoutePackError
-            If a field is missing or unknown.
-        """
+        """Read what :meth:`to_dict` wrote; raise RoutePackError if a field is missing or unknown."""
         try:
             return cls(**value)
         except TypeError as error:
@@ -86,78 +99,50 @@ class Match:
 
 def compare_fingerprints(wanted: DeviceFingerprint, found: DeviceFingerprint) -> Match:
     """Compare two devices; hardware decides, a name alone never does."""
-    far: list[str] = []
-    close: list[str] = []
-    for name in ("kind", "vendor", "arch"):
-        _note(far, name, getattr(wanted, name), getattr(found, name))
-    if 0 in (wanted.units, found.units):
-        _note(close, "units", wanted.units or "unknown", found.units or "unknown")
-    else:
-        _note(far, "units", wanted.units, found.units)
-    for name in ("memory_gib", "l2_mib"):
-        _note_size(far, close, name, getattr(wanted, name), getattr(found, name))
-    for name in ("interconnect", "ranks_per_node", "name"):
-        _note(close, name, getattr(wanted, name) or "unknown", getattr(found, name) or "unknown")
-    for name in ("pcie", "network", "clock_max_mhz"):
-        # Facts that older files and published tables do not know: what one side cannot tell is no difference.
-        if getattr(wanted, name) and getattr(found, name):
-            _note(close, name, getattr(wanted, name), getattr(found, name))
+    reasons: dict[str, list[str]] = {FAR: [], NEAR: [], NONE: []}
+    for name, (differs, unknown) in RULES.items():
+        ours, theirs = getattr(wanted, name), getattr(found, name)
+        known = bool(ours and theirs)
+        if known and name in SIZES and abs(ours - theirs) <= TOLERANCE * max(ours, theirs):
+            differs = NEAR
+        if ours != theirs:
+            reasons[differs if known else unknown].append(_difference(name, ours, theirs))
     for key in sorted(wanted.software.keys() | found.software.keys()):
-        _note(close, key, wanted.software.get(key, "absent"), found.software.get(key, "absent"))
-    level = "different" if far else "near" if close else "exact"
-    return Match(level, tuple(far + close))
+        before, now = (one.software.get(key, "absent") for one in (wanted, found))
+        if before != now:
+            reasons[NEAR].append(_difference(key, before, now))
+    return Match(next((level for level in (FAR, NEAR) if reasons[level]), NONE), (*reasons[FAR], *reasons[NEAR]))
 
 
-def _note(reasons: list[str], what: str, wanted: object, found: object) -> None:
-    if wanted != found:
-        reasons.append(f"{what} is {found}, expected {wanted}")
-
-
-def _note_size(far: list[str], close: list[str], what: str, wanted: int, found: int) -> None:
-    """Note sizes that differ: by little, or where one side does not know its own, they are near."""
-    name, unit = what.rsplit("_", 1)
-    text = {"gib": "GiB", "mib": "MiB"}[unit]
-    if 0 in (wanted, found):
-        # An L2 cache is unknown to every older file: not worth a word.
-        if what == "memory_gib":
-            _note(close, name, f"{wanted} {text}" if wanted else "unknown", f"{found} {text}" if found else "unknown")
-        return
-    within = abs(wanted - found) <= TOLERANCE * max(wanted, found)
-    _note(close if within else far, name, f"{wanted} {text}", f"{found} {text}")
+def _difference(name: str, wanted: object, found: object) -> str:
+    unit = f" {SIZES[name]}" if name in SIZES else ""
+    expected, seen = (f"{value}{unit}" if value else "unknown" for value in (wanted, found))
+    return f"{name.rpartition('_')[0] if unit else name} is {seen}, expected {expected}"
 
 
 def fingerprint_device(device: str | None = None) -> DeviceFingerprint:
     """Return the facts of ``cpu`` or ``cuda`` on this machine; None takes CUDA where torch can see a device.
 
-    Raises
-    ------
-    RoutePackError
-        If CUDA is asked for and torch is missing or sees no device.
+    RoutePackError if CUDA is asked for and torch sees no device.
     """
     if device not in (None, "cpu", "cuda"):
         raise RoutePackError(f"Unknown device {device!r}: expected cpu or cuda.")
-    if device == "cuda" and not _cuda_visible():
+    # torch takes seconds to import: without a driver there is nothing to ask it. Only Linux has these files.
+    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidia")
+    asked = device == "cuda" or platform.system() != "Linux" or any(Path(path).exists() for path in drivers)
+    if device != "cpu" and asked and _cuda_visible():
+        return _fingerprint_cuda()
+    if device == "cuda":
         raise RoutePackError(
             "Device cuda was asked for, but torch sees no CUDA device here. Run on a GPU node with a CUDA build of "
             "torch, or use --device cpu."
         )
-    if device == "cuda" or (device is None and _driver_present() and _cuda_visible()):
-        return _fingerprint_cuda()
     return _fingerprint_cpu()
 
 
-def _driver_present() -> bool:
-    # torch takes seconds to import: without a driver there is nothing to ask it. Only Linux has these files.
-    if platform.system() != "Linux":
-        return True
-    return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidia"))
-
-
 def _cuda_visible() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
+    import torch
+
     return torch.cuda.is_available()
 
 
@@ -168,11 +153,8 @@ def _fingerprint_cuda() -> DeviceFingerprint:
     amd = torch.version.hip is not None
     uuid = f"GPU-{facts.uuid}"
     driver = driver_facts(uuid)
-    software = {
-        "torch": str(torch.__version__),
-        "cuda": str(torch.version.hip if amd else torch.version.cuda),
-        "driver": driver["driver"],
-    }
+    runtime = str(torch.version.hip if amd else torch.version.cuda)
+    software = {"torch": str(torch.__version__), "cuda": runtime, "driver": driver["driver"]}
     return DeviceFingerprint(
         kind="cuda",
         vendor="amd" if amd else "nvidia",
@@ -191,17 +173,16 @@ def _fingerprint_cuda() -> DeviceFingerprint:
 
 
 def _fingerprint_cpu() -> DeviceFingerprint:
-    import importlib.metadata
-
     software = {"system": platform.system()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         software["torch"] = importlib.metadata.version("torch")
-    vendor, name = _cpu_names()
+    machine = platform.machine()
+    told = dict(re.findall(r"^(vendor_id|model name)\s*:\s*(.+)$", read_text("/proc/cpuinfo"), re.MULTILINE))
     return DeviceFingerprint(
         kind="cpu",
-        vendor=vendor,
-        arch=platform.machine(),
-        name=name,
+        vendor=told.get("vendor_id", machine),
+        arch=machine,
+        name=told.get("model name", machine),
         units=usable_cores(),
         memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB),
         interconnect="",
@@ -209,14 +190,3 @@ def _fingerprint_cpu() -> DeviceFingerprint:
         software=software,
         network=network_cards(),
     )
-
-
-def _cpu_names() -> tuple[str, str]:
-    """Return vendor and model name, from the kernel where it tells, else what Python knows."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    facts = dict(re.findall(r"^(vendor_id|model name)\s*:\s*(.+)$", text, re.MULTILINE))
-    fallback = platform.machine()  # platform.processor would start a process
-    return facts.get("vendor_id", fallback), facts.get("model name", fallback)

@@ -10,40 +10,46 @@ and the result is cut, inside the timed run: the flash kernels of both devices w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from profiler.cases.case import Case, filled
-from profiler.kernels.choose import Work
+from profiler.device.backend import Run, TorchBackend
 
-if TYPE_CHECKING:
-    import torch
-
-    from profiler.device.backend import TorchBackend
-
-    Core = Callable[..., torch.Tensor]
-    CoreOf = Callable[[Case, TorchBackend], Core]
+Core = Callable[..., torch.Tensor]
+"""From queries, keys and values to outputs."""
 
 
-def attention_work(case: Case, backend: TorchBackend, core_of: CoreOf | None = None) -> Work:
-    """Return the run of an attention case and the tensors it is differentiated by.
-
-    ``core_of(case, backend)`` builds another core than torch's own: (queries, keys, values) -> outputs.
-    """
+def attention_work(case: Case, backend: TorchBackend, core: Core | None = None) -> Run:
+    """Return the run of an attention case, by another ``core`` than torch's own if given."""
     f = case.features
     query_THD = backend.tensor(f["tokens"], f["num_heads"], f["qk_head_dim"])
     key_TGD = backend.tensor(f["tokens"], f["num_kv_heads"], f["qk_head_dim"])
     value_TGD = backend.tensor(f["tokens"], f["num_kv_heads"], f["v_head_dim"])
-    core = (core_of or (_varlen_core if backend.kind == "cuda" else _sequence_core))(case, backend)
+    core = core or (_varlen_core if backend.kind == "cuda" else _sequence_core)(case, backend)
     extra = f["qk_head_dim"] - f["v_head_dim"]
 
     def run() -> torch.Tensor:
-        import torch
-
-        value = torch.nn.functional.pad(value_TGD, (0, extra)) if extra > 0 else value_TGD
-        output = core(query_THD, key_TGD, value)
+        output = core(query_THD, key_TGD, pad(value_TGD, (0, extra)) if extra > 0 else value_TGD)
         return output[..., : f["v_head_dim"]] if extra > 0 else output
 
-    return Work(run, (query_THD, key_TGD, value_TGD))
+    return run, (query_THD, key_TGD, value_TGD)
+
+
+def packed_core(attend: Any, case: Case, backend: TorchBackend, no_window: tuple[int, int], **options: Any) -> Core:
+    """Return the core of a kernel for packed sequences; ``no_window`` is how it writes that all keys are seen."""
+    (starts, longest), window = packed_starts(case, backend), case.features["window"]
+    # The kernels count keys to the left of the query, we count the query itself too.
+    reach = (window - 1, 0) if window else no_window
+
+    def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        packed = (starts, starts, longest, longest)
+        output: torch.Tensor = attend(query, key, value, *packed, window_size=reach, **options)
+        return output
+
+    return core
 
 
 def packed_starts(case: Case, backend: TorchBackend) -> tuple[torch.Tensor, int]:
@@ -52,8 +58,6 @@ def packed_starts(case: Case, backend: TorchBackend) -> tuple[torch.Tensor, int]
     Empty sequences are left out, and the bound is at least 2: some versions fail on length 0, or take a longest length
     of 1 for decoding.
     """
-    import torch
-
     starts = torch.tensor((0, *filled(case.parts)), device=backend.device).cumsum(0).to(torch.int32)
     return starts, max(2, case.features["max_length"])
 
@@ -61,51 +65,33 @@ def packed_starts(case: Case, backend: TorchBackend) -> tuple[torch.Tensor, int]
 def _varlen_core(case: Case, backend: TorchBackend) -> Core:
     from torch.nn.attention.varlen import varlen_attn
 
-    (starts, longest), window = packed_starts(case, backend), case.features["window"]
-    # The kernel counts keys to the left of the query, we count the query itself too.
-    reach = (window - 1, 0) if window else (-1, 0)
     grouped = case.features["num_heads"] != case.features["num_kv_heads"]
-
-    def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        packed = (starts, starts, longest, longest)
-        output: torch.Tensor = varlen_attn(query, key, value, *packed, window_size=reach, enable_gqa=grouped)  # type: ignore[assignment]
-        return output
-
-    return core
+    return packed_core(varlen_attn, case, backend, (-1, 0), enable_gqa=grouped)
 
 
-def _sequence_core(case: Case, backend: TorchBackend) -> Core:
-    import torch
-
+def _sequence_core(case: Case, _: TorchBackend) -> Core:
     lengths, window = list(filled(case.parts)), case.features["window"]
 
     def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         # split, not slices: the gradient of n slices would write n times the whole tensor.
         packed = zip(*(tensor.transpose(0, 1).split(lengths, dim=1) for tensor in (query, key, value)), strict=True)
-        outputs = [windowed(q, k, v, window) if 0 < window < q.shape[1] else _causal(q, k, v) for q, k, v in packed]
+        outputs = [_windowed(q, k, v, window) if 0 < window < q.shape[1] else _causal(q, k, v) for q, k, v in packed]
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
     return core
 
 
 def _causal(query_HSD: torch.Tensor, key_GSD: torch.Tensor, value_GSD: torch.Tensor) -> torch.Tensor:
-    from torch.nn.functional import scaled_dot_product_attention
-
-    output = scaled_dot_product_attention(
-        query_HSD[None], key_GSD[None], value_GSD[None], is_causal=True, enable_gqa=len(query_HSD) != len(key_GSD)
-    )
-    return output[0]
+    batches = (query_HSD[None], key_GSD[None], value_GSD[None])
+    return scaled_dot_product_attention(*batches, is_causal=True, enable_gqa=len(query_HSD) != len(key_GSD))[0]
 
 
-def windowed(query_HSD: torch.Tensor, key_GSD: torch.Tensor, value_GSD: torch.Tensor, window: int) -> torch.Tensor:
+def _windowed(query_HSD: torch.Tensor, key_GSD: torch.Tensor, value_GSD: torch.Tensor, window: int) -> torch.Tensor:
     """Return causal attention in which a query sees itself and ``window - 1`` keys before it.
 
     Queries go in blocks of one window, each against its own block of keys and the one before: the work grows with
     tokens x window, not with their square.
     """
-    import torch
-    from torch.nn.functional import pad, scaled_dot_product_attention
-
     heads, tokens, _ = query_HSD.shape
     blocks = -(-tokens // window)
     short = blocks * window - tokens

@@ -16,43 +16,34 @@ heads, C tokens of a chunk, K key dimension, V value dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn.functional import normalize, softplus
 
 from profiler.cases.case import Case, filled
 from profiler.cases.operations import CHUNK_TOKENS
-from profiler.kernels.choose import Work
+from profiler.device.backend import Run, TorchBackend
 
-if TYPE_CHECKING:
-    import torch
-
-    from profiler.device.backend import TorchBackend
-
-    Core = Callable[..., torch.Tensor]
-    CoreOf = Callable[[tuple[int, ...], TorchBackend], Core]
+Core = Callable[..., torch.Tensor]
+"""From queries and keys (normalised, one per value head), values, log decays and write strengths to outputs."""
 
 
-def linear_attention_work(case: Case, backend: TorchBackend, core_of: CoreOf | None = None) -> Work:
-    """Return the run of a linear attention case and the tensors it is differentiated by.
-
-    ``core_of(lengths, backend)`` builds another core than torch's own: (queries, keys, values, log decays, write
-    strengths) -> outputs. Queries and keys come to it normalised, one per value head.
-    """
+def linear_attention_work(case: Case, backend: TorchBackend, core: Core | None = None) -> Run:
+    """Return the run of a linear attention case, by another ``core`` than torch's own if given."""
     f = case.features
     query_TGK = backend.tensor(f["tokens"], f["num_kv_heads"], f["qk_head_dim"])
     key_TGK = backend.tensor(f["tokens"], f["num_kv_heads"], f["qk_head_dim"])
     value_THV = backend.tensor(f["tokens"], f["num_heads"], f["v_head_dim"])
     decay_TH, write_TH = (backend.tensor(f["tokens"], f["num_heads"]) for _ in range(2))
     shared = f["num_heads"] // f["num_kv_heads"]
-    core = (core_of or chunked_core)(filled(case.parts), backend)
+    core = core or chunked_core(filled(case.parts), backend)
 
     def run() -> torch.Tensor:
-        from torch.nn.functional import normalize, softplus
-
         query, key = (normalize(t, dim=-1).repeat_interleave(shared, dim=1) for t in (query_TGK, key_TGK))
-        output: torch.Tensor = core(query, key, value_THV, -softplus(decay_TH.float()), write_TH.sigmoid())
-        return output
+        return core(query, key, value_THV, -softplus(decay_TH.float()), write_TH.sigmoid())
 
-    return Work(run, (query_TGK, key_TGK, value_THV, decay_TH, write_TH))
+    return run, (query_TGK, key_TGK, value_THV, decay_TH, write_TH)
 
 
 def chunked_core(lengths: tuple[int, ...], backend: TorchBackend) -> Core:
@@ -64,14 +55,10 @@ def chunked_core(lengths: tuple[int, ...], backend: TorchBackend) -> Core:
         spread = packed.new_zeros(sum(steps) * CHUNK_TOKENS, *packed.shape[1:], dtype=packed.float().dtype)
         return spread.index_copy(0, place_T, packed.float()).unflatten(0, (-1, CHUNK_TOKENS)).transpose(1, 2)
 
-    def core(
-        query_THK: torch.Tensor, key_THK: torch.Tensor, value_THV: torch.Tensor, decay_TH: torch.Tensor,
-        write_TH: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        query = query_THK * query_THK.shape[-1] ** -0.5
-        parts = _inside_chunks(*map(chunked, (query, key_THK, value_THV, decay_TH, write_TH)))
+    def core(query_THK: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        parts = _inside_chunks(*map(chunked, (query_THK * query_THK.shape[-1] ** -0.5, *others)))
         output_NHCV = _chain([part.split(steps) for part in parts])
-        return output_NHCV.transpose(1, 2).flatten(0, 1).index_select(0, place_T).to(value_THV.dtype)
+        return output_NHCV.transpose(1, 2).flatten(0, 1).index_select(0, place_T).to(query_THK.dtype)
 
     return core
 
@@ -83,8 +70,6 @@ def _inside_chunks(
 
     New values and what they lose by the state, scores, queries and keys of the state, and the share of it kept.
     """
-    import torch
-
     reach_NHC = decay_NHC.cumsum(-1)
     # Differences above the diagonal are positive and would overflow: masked before the exponential.
     fade = (reach_NHC[..., :, None] - reach_NHC[..., None, :]).tril().exp().tril()
@@ -102,8 +87,6 @@ def _inside_chunks(
 
 def _chain(parts: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """Pass the state from chunk to chunk; return the outputs [N, H, C, V] in the order of the chunks."""
-    import torch
-
     outputs, state_BHKV = [], None
     for new_value, state_key, scores, state_query, end_key, kept in zip(*parts, strict=True):
         if state_BHKV is None:
@@ -122,8 +105,6 @@ def _chunk_plan(lengths: tuple[int, ...], device: Any) -> tuple[torch.Tensor, li
 
     Chunks are ordered by step (the first chunk of every sequence, then the second ones), sequences longest first.
     """
-    import torch
-
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     most = -(-lengths[order[0]] // CHUNK_TOKENS)
     steps = [sum(length > step * CHUNK_TOKENS for length in lengths) for step in range(most)]

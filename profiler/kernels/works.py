@@ -1,30 +1,140 @@
-"""What runs for a case: one function per operation, from a case to a run and the tensors it is differentiated by."""
+"""What runs for a case: another library's kernel where it can be imported and can run the case, else torch's own.
+
+Libraries run on CUDA in 16-bit types: flash-attn 2, flash-linear-attention, Transformer Engine. What ran is in the
+``kernel`` column of every row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from profiler.cases.case import Case
-from profiler.kernels.attention import attention_work
-from profiler.kernels.choose import Kernel, TorchKernel, Work, build_work
-from profiler.kernels.experts import dense_work, experts_work
-from profiler.kernels.libraries import DELTA_RULE, FLASH_ATTENTION, GROUPED_LINEAR
+import torch
+from torch.nn.functional import silu
+
+from profiler.cases.case import Case, filled
+from profiler.device.backend import Run, TorchBackend
+from profiler.kernels.attention import attention_work, packed_core
+from profiler.kernels.gemms import dense_work, experts_work, router_work
 from profiler.kernels.linear_attention import linear_attention_work
-from profiler.kernels.router import router_work
 
-if TYPE_CHECKING:
-    from profiler.device.backend import TorchBackend
 
-KERNELS: dict[str, tuple[Kernel, ...]] = {
-    "attention": (FLASH_ATTENTION, TorchKernel(attention_work)),
-    "linear_attention": (DELTA_RULE, TorchKernel(linear_attention_work, loops=True)),
-    "dense": (TorchKernel(dense_work),),
-    "router": (TorchKernel(router_work),),
-    "experts": (GROUPED_LINEAR, TorchKernel(experts_work)),
+class Work(NamedTuple):
+    """What is timed."""
+
+    run: Callable[[], Any]
+    inputs: tuple[Any, ...]
+    """Tensors that its backward run differentiates by."""
+    kernel: str = "torch"
+    keeps_graph: bool = True
+    """Whether one forward run's graph bears several backward runs. Libraries free or overwrite what they saved: a
+    second backward over the same graph computes less, or something else, without a word."""
+
+
+class Library(NamedTuple):
+    """One operation in a CUDA library's way."""
+
+    name: str
+    module: str
+    function: str
+    build: Callable[[Any, Case, TorchBackend], Run]
+    """From the library's function to a run; nothing here is timed."""
+    fits: Callable[[Mapping[str, int]], bool] = lambda features: True
+
+    def found(self, case: Case, backend: TorchBackend) -> Any:
+        """Return the library's function where it is installed and can run the case, else None."""
+        is_16_bit = (case.dtype or backend.dtype_name) in ("bfloat16", "float16")
+        if backend.kind != "cuda" or not is_16_bit or not self.fits(case.features):
+            return None
+        try:
+            return getattr(importlib.import_module(self.module), self.function, None)
+        except (ImportError, OSError, RuntimeError):  # absent, or built for another torch or driver
+            return None
+
+
+def _flash_attention(attend: Any, case: Case, backend: TorchBackend) -> Run:
+    return attention_work(case, backend, packed_core(attend, case, backend, (-1, -1), causal=True))
+
+
+def _delta_rule(attend: Any, case: Case, backend: TorchBackend) -> Run:
+    starts = torch.tensor((0, *filled(case.parts)), device=backend.device).cumsum(0)
+
+    def core(*inputs: torch.Tensor) -> torch.Tensor:
+        # A batch of one, whose sequences are packed.
+        query, key, value, decay, write = (tensor[None] for tensor in inputs)
+        output: torch.Tensor = attend(query, key, value, g=decay, beta=write, cu_seqlens=starts)[0]
+        return output[0]
+
+    return linear_attention_work(case, backend, core)
+
+
+def _grouped_linear(layer: Any, case: Case, backend: TorchBackend) -> Run:
+    f = case.features
+    hidden, inter, experts, splits = f["hidden_size"], f["inter_size"], f["local_experts"], list(case.parts)
+    facts: dict[str, Any] = {"bias": False, "params_dtype": backend.dtype, "device": backend.device}
+    gate_up, down = layer(experts, hidden, 2 * inter, **facts), layer(experts, inter, hidden, **facts)
+    rows_RH = backend.tensor(f["rows"], hidden)
+
+    def run() -> torch.Tensor:
+        gate, up = gate_up(rows_RH, splits).chunk(2, dim=-1)
+        output: torch.Tensor = down(silu(gate) * up, splits)
+        return output
+
+    return run, (rows_RH, *gate_up.parameters(), *down.parameters())
+
+
+WORKS: dict[str, Callable[[Case, TorchBackend], Run]] = {
+    "attention": attention_work,
+    "linear_attention": linear_attention_work,
+    "dense": dense_work,
+    "router": router_work,
+    "experts": experts_work,
 }
-"""By operation, in the order in which they are asked; what ran is in the ``kernel`` column of every row."""
+"""Torch's own, which take every case."""
+LOOPS = ("linear_attention",)
+"""Those that are a Python loop of small kernels, of which CUDA would only time the launches."""
+LIBRARIES = {
+    # 256 is its widest head.
+    "attention": Library(
+        "flash-attn", "flash_attn", "flash_attn_varlen_func", _flash_attention, lambda f: f["qk_head_dim"] <= 256
+    ),
+    "linear_attention": Library(
+        "flash-linear-attention", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _delta_rule
+    ),
+    # A rank without any row crashed versions of it: torch's own times that floor.
+    "experts": Library(
+        "transformer-engine", "transformer_engine.pytorch", "GroupedLinear", _grouped_linear, lambda f: f["rows"] > 0
+    ),
+}
 
 
-WORKS: dict[str, Callable[[Case, TorchBackend], Work]] = {op: partial(build_work, KERNELS[op]) for op in KERNELS}
+def make_work(case: Case, backend: TorchBackend) -> Work:
+    """Return what runs for a case.
+
+    A library's kernel runs it once, there and back, before it is trusted: what it raises is a warning, and torch's own
+    is taken. NotImplementedError if that is a Python loop, on CUDA.
+    """
+    library = LIBRARIES.get(case.op)
+    function = library.found(case, backend) if library else None
+    if library and function:
+        try:
+            work = Work(*library.build(function, case, backend), library.name, keeps_graph=False)
+            output = work.run()
+            torch.autograd.grad(output, work.inputs, torch.ones_like(output))
+            return work
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # any: libraries raise their own kinds, and torch's own follows
+            warnings.warn(
+                f"{library.name} cannot run {case.op} here ({type(error).__name__}: {error}); torch's own kernel is "
+                "timed instead.",
+                stacklevel=2,
+            )
+    if library and case.op in LOOPS and backend.kind == "cuda" and not backend.times_loops:
+        raise NotImplementedError(
+            f"{case.op} on cuda needs {library.name}: torch's own is a Python loop, whose launches would be timed "
+            "instead of the work. Install it, or set profile.time_loops."
+        )
+    return Work(*WORKS[case.op](case, backend))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from profiler.cases.case import Case
-from profiler.cases.design import log_sizes
+from profiler.cases.design import LOAD_FACTOR, log_sizes
 from profiler.model_spec import ModelSpec
 from profiler.params import ProfileParams
 from profiler.topology import Topology
@@ -88,10 +88,10 @@ def design_exchanges(
 
 
 def largest_exchange(spec: ModelSpec, topology: Topology, max_tokens: int, params: ProfileParams) -> int:
-    """Return the bytes of the busiest rank at a full cell: its mean share times ``load_factor``."""
-    tokens = max(1, round(max_tokens * params.size_fraction)) * topology.slots_per_block / topology.blocks_per_slot
+    """Return the bytes of the busiest rank at a full cell: its mean share times ``LOAD_FACTOR``."""
+    tokens = max_tokens * topology.slots_per_block / topology.blocks_per_slot
     mean_rows = tokens * spec.top_k / topology.ranks_per_block
-    return round(mean_rows * params.load_factor) * spec.hidden_size * ITEM_BYTES
+    return round(mean_rows * LOAD_FACTOR) * spec.hidden_size * ITEM_BYTES
 
 
 def split_bytes(pattern: str, group: int, busiest: int, rng: np.random.Generator) -> np.ndarray:

@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from profiler.cases.case import Case
-from profiler.cases.estimates import forward_flops
+from profiler.cases.case import Case, forward_flops
 from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints

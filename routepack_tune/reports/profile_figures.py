@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profiler.cases.case import Case
-from profiler.cases.estimates import BACKWARD_WORK, case_elements, forward_flops
+from profiler.cases.case import BACKWARD_WORK
 from profiler.cases.operations import DIRECTIONS
 from profiler.cases.operations import OPERATIONS as TIMED
 from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, EXPERTS, INK, new_axes, styled
@@ -130,15 +129,10 @@ def _work(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> tuple[np.n
     """Return the operations and the least bytes of every row."""
     if op in EXCHANGES:
         return np.zeros(rows["time_us"].size), rows["bytes"].astype(np.float64)
-    listed = {name: rows[name].tolist() for name in TIMED[op].features}
-    cases = [Case(op, "", dict(zip(listed, values, strict=True))) for values in zip(*listed.values(), strict=True)]
     back = direction == "backward"
-    flops = np.array([forward_flops(case) for case in cases]) * (
-        BACKWARD_WORK if back and "attention" in op else 1 + back
-    )
+    flops = TIMED[op].flops(rows) * (BACKWARD_WORK if back and "attention" in op else 1 + back)
     width = np.array([4 if name == "float32" else 1 if "8" in name else 2 for name in rows["dtype"].tolist()])
-    elements = np.array([case_elements(case) for case in cases], dtype=np.float64)
-    return flops, elements * width * (1 + back)
+    return flops, TIMED[op].elements(rows) * width * (1.0 + back)
 
 
 def _groups(columns: Sequence[np.ndarray]) -> np.ndarray:

@@ -12,7 +12,7 @@ from routepack_tune.config import Config
 from routepack_tune.steps.traces import check_cap, list_step_files, load_step_batch
 
 if TYPE_CHECKING:
-    from profiler.cases.seen import Seen
+    from profiler.cases.case import Seen
     from search import StepBatch
 
 MOST = 32
@@ -29,7 +29,7 @@ def seen_of_steps(steps: Sequence[Path | str], settings: Config) -> Seen | None:
     RoutePackError
         If a batch is missing, damaged, of another model, or has a sample above the token cap.
     """
-    from profiler.cases.seen import Seen
+    from profiler.cases.case import Seen
 
     if not steps:
         return None

@@ -5,7 +5,7 @@ import pytest
 from oracles import experts_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import Case, attention_features, experts_features, linear_attention_features
+from profiler.cases.case import Case, cell_case, experts_case
 from profiler.kernels.attention import packed_starts
 from profiler.kernels.works import WORKS
 
@@ -23,12 +23,12 @@ def backend():
 
 
 def experts(counts, hidden=16, inter=24, dtype=""):
-    return Case("experts", "", experts_features(counts, hidden, inter, len(counts)), counts, dtype)
+    return experts_case("", counts, hidden, inter, len(counts), dtype)
 
 
 @pytest.mark.parametrize("counts", [HALF_EMPTY, (0,) * 6, (0, 0, 0, 0, 0, 1)])
 def test_fc_31_experts_without_tokens_compute_what_a_loop_over_experts_does(backend, counts):
-    run, inputs = WORKS["experts"](experts(counts), backend)[:2]
+    run, inputs = WORKS["experts"](experts(counts), backend)
     output, expected = run(), experts_slow(*inputs, counts)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
     upstream = torch.randn_like(output)
@@ -71,7 +71,7 @@ def test_eight_bit_experts_differentiate_in_the_type_of_the_sweep(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", product)
     backend = backends.TorchBackend("cpu", ProfileParams(dtype="bfloat16", threads=1))
     counts = (16, 0, 48)
-    run, inputs = WORKS["experts"](experts(counts, 64, 32, "float8_e4m3fn"), backend)[:2]
+    run, inputs = WORKS["experts"](experts(counts, 64, 32, "float8_e4m3fn"), backend)
     output, expected = run(), experts_slow(*inputs, counts)
     upstream = torch.randn_like(output)
     own, right = (torch.autograd.grad(tensor, inputs, upstream) for tensor in (output, expected))
@@ -83,30 +83,28 @@ def test_eight_bit_experts_differentiate_in_the_type_of_the_sweep(monkeypatch):
 
 def test_r_14_sequences_without_tokens_are_left_out(backend):
     lengths, kept = (3, 0, 5, 0), (3, 5)
-    for op, features in (("attention", attention_features), ("linear_attention", linear_attention_features)):
-        window = (0,) if op == "attention" else ()
-        facts = features(lengths, (2, 2, 8, 8), *window)
-        assert facts == features(kept, (2, 2, 8, 8), *window)
-        output = WORKS[op](Case(op, "", facts, lengths), backends.TorchBackend("cpu", PARAMS))[0]()
-        expected = WORKS[op](Case(op, "", facts, kept), backends.TorchBackend("cpu", PARAMS))[0]()
+    for op in ("attention", "linear_attention"):
+        case, without = (cell_case(op, "", parts, (2, 2, 8, 8)) for parts in (lengths, kept))
+        assert case.features == without.features
+        output, expected = (WORKS[op](one, backends.TorchBackend("cpu", PARAMS))[0]() for one in (case, without))
         torch.testing.assert_close(output, expected)
         with pytest.raises(ValueError, match="at least one sequence"):
-            features((0, 0), (2, 2, 8, 8), *window)
+            cell_case(op, "", (0, 0), (2, 2, 8, 8))
 
 
 def test_r_14_packed_kernels_never_see_length_zero_or_a_longest_length_of_one(backend):
-    case = Case("attention", "", attention_features((1, 0, 1), (2, 2, 8, 8), 0), (1, 0, 1))
+    case = cell_case("attention", "", (1, 0, 1), (2, 2, 8, 8))
     starts, longest = packed_starts(case, backend)
     assert starts.tolist() == [0, 1, 2]
     assert longest == 2
     # One token attends to itself alone.
-    run, (_, _, value) = WORKS["attention"](case, backend)[:2]
+    run, (_, _, value) = WORKS["attention"](case, backend)
     torch.testing.assert_close(run(), value)
 
 
 def test_r_22_rows_that_no_expert_owns_are_refused(backend):
     """A grouped GEMM leaves them uninitialised; a sum over the output would read them."""
-    features = experts_features((3, 2), 16, 24, 2) | {"rows": 8}
+    features = {**experts((3, 2)).features, "rows": 8}
     with pytest.raises(ValueError, match="add up to 8 rows, got 5"):
         WORKS["experts"](Case("experts", "", features, (3, 2)), backend)
     rows = timer.time_case(Case("experts", "", features, (3, 2)), backend, PARAMS)
@@ -125,9 +123,9 @@ def poisoned_memory():
 def test_r_22_no_operation_reads_memory_that_nobody_wrote(backend, poisoned_memory):
     assert torch.empty(3).isnan().all()
     lengths = (3, 70)
-    linear = Case("linear_attention", "", linear_attention_features(lengths, (2, 2, 8, 8)), lengths)
+    linear = cell_case("linear_attention", "", lengths, (2, 2, 8, 8))
     for case in (linear, experts(HALF_EMPTY)):
-        run, inputs = WORKS[case.op](case, backend)[:2]
+        run, inputs = WORKS[case.op](case, backend)
         output = run()
         gradients = torch.autograd.grad(output, inputs, torch.ones_like(output))
         assert all(tensor.isfinite().all() for tensor in (output, *gradients))

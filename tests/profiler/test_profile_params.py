@@ -17,8 +17,8 @@ def test_not_a_number_is_never_accepted(field):
     ("field", "value"),
     [
         ("max_points", 5), ("max_points", 10.0), ("repeats", 0), ("min_repeats", 8), ("threads", -1), ("seed", True),
-        ("size_fraction", 0), ("size_fraction", 1.5), ("load_factor", 0), ("max_case_seconds", float("inf")),
-        ("max_memory_gib", -1), ("dtype", "int8"), ("anchor_every", 0), ("max_drift", 0),
+        ("max_case_seconds", float("inf")),
+        ("max_memory_gib", -1), ("dtype", "int8"), ("max_drift", 0),
         ("target_error", 0), ("max_minutes", -1), ("max_minutes", float("inf")),
     ],
 )  # fmt: skip

@@ -10,18 +10,16 @@ import pytest
 
 from profiler import ProfileParams
 from profiler.cases.case import Case
-from profiler.device.cpu_use import CpuUse, cpu_use, foreign_share
-from profiler.device.readings import slowdowns
+from profiler.device.readings import CpuUse, cpu_use, foreign_share, slowdowns
 from profiler.journal import Journal
 from profiler.steadiness import (
-    Watch,
-    clock_fall,
     drift,
     ends_apart,
     order_effect,
     steadiness,
     time_anchor,
     warn_of_problems,
+    watched,
 )
 from profiler.timer import time_case
 
@@ -30,8 +28,7 @@ backends = pytest.importorskip("profiler.device.backend")
 
 PARAMS = ProfileParams(dtype="float32", threads=1, repeats=3, min_repeats=2, max_case_seconds=0.2)
 ANCHOR = Case("dense", "", {"tokens": 128, "n": 256, "k": 256})
-SESSION = {"kind": "cpu", "wall_s": 10.0, "busy_s": 9.0, "own_cpu_s": 9.5, "foreign_cpu_share": 0.0, "throttled": 0,
-           "load_before": 0.1, "before": {}, "after": {}, "threads": 1}  # fmt: skip
+SESSION = {"kind": "cpu", "wall_s": 10.0, "busy_s": 9.0, "foreign_cpu_share": 0.0, "throttled": 0}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +38,7 @@ def backend():
 
 def anchors(times, **readings):
     said = [{name: values[i] for name, values in readings.items()} for i in range(len(times))]
-    return [{"case_id": "a", "time_us": t, "after_rows": i, "readings": said[i]} for i, t in enumerate(times)]
+    return [{"case_id": "a", "time_us": t, "readings": said[i]} for i, t in enumerate(times)]
 
 
 def verdict(folder, times, session=None, repeats=(), **readings):
@@ -100,7 +97,7 @@ def test_a_card_at_its_power_cap_is_steady_while_its_times_are(tmp_path):
 
 
 def test_what_nobody_tells_is_no_problem(tmp_path):
-    found = verdict(tmp_path, [100.0, 100.0], {"foreign_cpu_share": None, "load_before": None})
+    found = verdict(tmp_path, [100.0, 100.0], {"foreign_cpu_share": None})
     assert found["steady"]
     assert found["foreign_cpu_share"] is None
     assert (found["clock_fall"], found["ends"], found["order_effect"]) == (None, None, None)
@@ -125,7 +122,7 @@ def test_sessions_weigh_by_their_length(tmp_path):
 def test_a_device_that_slows_down_shows_at_the_ends():
     readings = anchors(100 * np.linspace(1.0, 1.3, 40)[::4])  # FC-27
     assert ends_apart(readings) == pytest.approx(0.27, abs=0.02)
-    assert drift(readings)["drift"] > 0.1
+    assert drift(readings) > 0.1
 
 
 def test_a_slowdown_in_the_middle_of_a_real_sweep_is_flagged(backend, tmp_path, monkeypatch):
@@ -135,7 +132,7 @@ def test_a_slowdown_in_the_middle_of_a_real_sweep_is_flagged(backend, tmp_path, 
     def slowed(run):
         return timed(lambda: [run() for _ in range(10)][-1])
 
-    with backend.pinned(), Journal(tmp_path) as journal, Watch(backend, journal):
+    with backend.pinned(), Journal(tmp_path) as journal, watched(backend, journal):
         for i in range(9):
             monkeypatch.setattr(backend, "timed", slowed if 3 <= i < 6 else timed)
             time_anchor(ANCHOR, backend, PARAMS, journal)
@@ -149,7 +146,7 @@ def test_a_slowdown_in_the_middle_of_a_real_sweep_is_flagged(backend, tmp_path, 
 
 def test_a_watch_notes_the_session_even_when_it_is_interrupted(backend, tmp_path):
     def interrupted():
-        with Journal(tmp_path) as journal, Watch(backend, journal):
+        with Journal(tmp_path) as journal, watched(backend, journal):
             time_anchor(ANCHOR, backend, PARAMS, journal)
             raise KeyboardInterrupt
 
@@ -158,11 +155,10 @@ def test_a_watch_notes_the_session_even_when_it_is_interrupted(backend, tmp_path
     with Journal(tmp_path) as journal:
         (session,) = journal.sessions
     assert 0 < session["busy_s"] <= session["wall_s"]
-    assert session["own_cpu_s"] > 0
 
 
 def test_a_watch_over_nothing_writes_nothing(backend, tmp_path):
-    with Journal(tmp_path) as journal, Watch(backend, journal):
+    with Journal(tmp_path) as journal, watched(backend, journal):
         pass
     assert journal.sessions == []
     assert not journal.path.exists()
@@ -188,12 +184,11 @@ def test_a_real_process_that_burns_the_cpu_is_seen():
 
 
 def test_own_work_is_not_foreign():
-    before, began = CpuUse(2, 100.0, 1.0, 50.0, 0), 4.0
-    assert foreign_share(before, CpuUse(2, 104.0, 1.0, 54.0, 0), began) == 0
-    assert foreign_share(before, CpuUse(2, 106.0, 1.0, 54.0, 0), began) == pytest.approx(0.25)
-    # What a hypervisor took counts; counters of different resolution never give a negative share.
-    assert foreign_share(before, CpuUse(2, 104.0, 3.0, 54.0, 0), began) == pytest.approx(0.25)
-    assert foreign_share(before, CpuUse(2, 103.9, 1.0, 54.0, 0), began) == 0
+    before, began = CpuUse(2, 101.0, 50.0, 0), 4.0
+    assert foreign_share(before, CpuUse(2, 105.0, 54.0, 0), began) == 0
+    assert foreign_share(before, CpuUse(2, 107.0, 54.0, 0), began) == pytest.approx(0.25)
+    # Counters of different resolution never give a negative share.
+    assert foreign_share(before, CpuUse(2, 104.9, 54.0, 0), began) == 0
 
 
 def test_a_machine_without_counters_is_unknown(tmp_path):
@@ -208,14 +203,13 @@ def test_only_the_usable_cores_of_a_host_count(tmp_path, monkeypatch):
     (tmp_path / "stat").write_text("cpu 9 9 9 9\ncpu0 9000 0 0 5 0 0 0 0 0 0\ncpu1 100 20 30 5 7 1 2 40 0 0\n")
     found = cpu_use(tmp_path)
     ticks = os.sysconf("SC_CLK_TCK")
-    assert (found.cores, found.machine_s, found.stolen_s) == (1, 153 / ticks, 40 / ticks)
+    assert (found.cores, found.machine_s) == (1, (153 + 40) / ticks)
 
 
-def test_orders_and_clocks_need_enough_samples():
+def test_orders_need_enough_samples():
     assert order_effect([(1e3, 2e3), (1.0, 1.0, 1.0, 9.0, 9.0, 9.0)]) is None
     rising, wild = (1e3, 1e3, 1e3, 1e3, 1.1e3, 1.1e3), (1e3, 1e3, 1e3, 1e3, 9e3, 9e3)
     assert order_effect([rising] * 3 + [wild]) == pytest.approx(0.1)
-    assert clock_fall([{"readings": {"clock_mhz": 1980.0}}, {"readings": {}}]) is None
 
 
 def test_reasons_that_cost_time_are_named():
@@ -225,7 +219,7 @@ def test_reasons_that_cost_time_are_named():
 
 def test_most_of_a_sweeps_time_is_inside_timed_work(backend, tmp_path):
     # A share of 85% is measured by experiments/04_profiler/repeatability.py; half is what any loaded machine keeps.
-    with backend.pinned(), Journal(tmp_path) as journal, Watch(backend, journal):
+    with backend.pinned(), Journal(tmp_path) as journal, watched(backend, journal):
         for tokens in (256, 512, 1024):
             journal.add_case(time_case(Case("dense", "", {"tokens": tokens, "n": 512, "k": 512}), backend, PARAMS))
     (session,) = journal.sessions

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.cases.case import Case, attention_features, causal_pairs, experts_features
-from profiler.cases.estimates import case_elements, forward_flops
+from profiler.cases.case import Case, case_bytes, causal_pairs, cell_case, experts_case, forward_flops
 from profiler.cases.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[3]
@@ -22,14 +21,14 @@ def test_pairs_equal_their_count(length, window):
 
 
 def test_attention_features_sum_over_sequences():
-    features = attention_features((5, 3), (8, 2, 64, 64), window=2)
+    features = cell_case("attention", "", (5, 3), (8, 2, 64, 64), window=2).features
     assert features["tokens"] == 8
     assert features["pairs"] == (1 + 2 * 4) + (1 + 2 * 2)
     assert (features["num_sequences"], features["max_length"], features["window"]) == (2, 5, 2)
 
 
 def test_experts_features_pad_each_expert_to_whole_tiles():
-    features = experts_features((162, 0, 2577, 446, 0, 83), hidden=64, inter=32, num_experts=48)
+    features = experts_case("", (162, 0, 2577, 446, 0, 83), hidden=64, inter=32, num_experts=48).features
     assert (features["rows"], features["active_experts"], features["max_rows"]) == (3268, 4, 2577)
     assert features["padded_rows"] == 256 + 2688 + 512 + 128
     assert (features["local_experts"], features["router_tokens"], features["num_experts"]) == (6, 0, 48)
@@ -62,9 +61,8 @@ def test_a_case_id_needs_every_feature():
 
 def test_an_operation_nobody_knows_is_an_error_not_another_ones_estimate():
     case = Case("convolution", "", {"rows": 8, "hidden_size": 4, "inter_size": 2, "local_experts": 1})
-    asked = (forward_flops, case_elements, lambda case: case.case_id("forward", "x"))
-    for ask in asked:
-        with pytest.raises(ValueError, match="Unknown operation 'convolution': expected one of attention, "):
+    for ask in (forward_flops, lambda case: case_bytes(case, 2), lambda case: case.case_id("forward", "x")):
+        with pytest.raises(KeyError, match="convolution"):
             ask(case)
 
 
@@ -74,7 +72,8 @@ def test_what_moves_bytes_alone_computes_nothing():
 
 def test_estimates_of_columns_are_those_of_single_cases():
     lengths, windows = ((5, 3), (700,), (64,) * 9), (0, 128, 4)
-    rows = [attention_features(parts, (8, 2, 192, 128), window) for parts, window in zip(lengths, windows, strict=True)]
+    both, heads = zip(lengths, windows, strict=True), (8, 2, 192, 128)
+    rows = [cell_case("attention", "", parts, heads, window).features for parts, window in both]
     columns = {name: np.array([row[name] for row in rows]) for name in OPERATIONS["attention"].features}
     flops = [forward_flops(Case("attention", "", row)) for row in rows]
     assert OPERATIONS["attention"].flops(columns).tolist() == flops

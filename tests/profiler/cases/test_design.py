@@ -4,10 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler import ModelSpec, ProfileParams, RoutePackError, Topology, load_model
+from profiler.cases.case import Rates, Seen, case_bytes, case_seconds
 from profiler.cases.design import class_of, design_cases, log_sizes, mixed_lengths, split_exactly
-from profiler.cases.estimates import Rates, case_bytes, case_seconds
-from profiler.cases.rounds import EvenChooser, by_class, even_choice
-from profiler.cases.seen import Seen
+from profiler.cases.rounds import by_class, even_choice, even_round
 
 FAST = Rates(1e15, 1e15, 1e13, 1e-6, 1 << 40)
 SLOW = Rates(2e11, 6e10, 1e10, 5e-6, 12 << 30)
@@ -112,7 +111,7 @@ def test_an_even_choice_is_bounded_and_holds_every_pattern_and_the_largest():
             assert {case.pattern for case in chosen} == {case.pattern for case in cases}
             size = "rows" if key[0] == "experts" else "tokens"
             assert max(c.features[size] for c in chosen) == max(c.features[size] for c in cases)
-    chosen = EvenChooser().next_round(pool, (), (), ProfileParams(max_points=9)).cases
+    chosen = even_round(pool, (), (), ProfileParams(max_points=9)).cases
     assert len(of(chosen, "attention", window=0)) <= 9
     assert len(of(chosen, "experts")) <= 9
     assert {class_of(case) for case in chosen} == {class_of(case) for case in pool}

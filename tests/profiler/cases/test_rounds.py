@@ -9,7 +9,7 @@ from profiler.cases.rounds import Round
 from profiler.compute_sweep import progress_message
 from profiler.journal import JOURNAL_NAME
 
-pytest.importorskip("torch", reason="torch is not installed")
+backend = pytest.importorskip("profiler.device.backend")
 
 SPEC = ModelSpec.from_config({
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
@@ -24,7 +24,7 @@ class Script:
     def __init__(self, rounds=3, size=4, reason="target_error"):
         self.rounds, self.size, self.reason = rounds, size, reason
 
-    def next_round(self, pool, timed, rows, params):
+    def __call__(self, pool, timed, rows, params):
         done, known = {id(case) for case in timed}, list(rows)
         left = [case for case in pool[: self.rounds * self.size] if id(case) not in done]
         full = len(timed) // self.size
@@ -58,6 +58,14 @@ def lines_of(out, key):
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:The device was not steady")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_flushes():
+    """What these tests watch does not depend on caches: most of a tiny sweep's time would go into displacing them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(backend.FLUSH_BYTES, "cpu", 1 << 20)
+        yield
 
 
 def test_rounds_go_on_until_the_chooser_has_enough_and_say_what_they_gained(tmp_path):

@@ -6,35 +6,27 @@ No such library can run here. Stand-ins with the same signature, made of torch's
 
 import sys
 import types
-from dataclasses import replace
 
 import pytest
 from oracles import delta_rule_slow, experts_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import (
-    Case,
-    attention_features,
-    experts_features,
-    linear_attention_features,
-    router_features,
-)
+from profiler.cases.case import Case, cell_case, experts_case
 from profiler.cases.operations import OPERATIONS
-from profiler.kernels.choose import LibraryKernel, TorchKernel, Work, build_work
-from profiler.kernels.works import KERNELS, WORKS
-from profiler.timer import Backward
+from profiler.kernels.works import LIBRARIES, WORKS, Library, Work, make_work
+from profiler.timer import backward_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 backends = pytest.importorskip("profiler.device.backend")
 
 LENGTHS = (5, 0, 3)
 COUNTS = (4, 0, 3)
-ATTENTION = Case("attention", "", attention_features(LENGTHS, (4, 2, 8, 8), 0), LENGTHS)
-WINDOWED = Case("attention", "", attention_features(LENGTHS, (4, 2, 8, 8), 2), LENGTHS)
-EXPERTS = Case("experts", "", experts_features(COUNTS, 16, 24, 3), COUNTS)
-EMPTY = Case("experts", "", experts_features((0, 0, 0), 16, 24, 3), (0, 0, 0))
+ATTENTION = cell_case("attention", "", LENGTHS, (4, 2, 8, 8), 0)
+WINDOWED = cell_case("attention", "", LENGTHS, (4, 2, 8, 8), 2)
+EXPERTS = experts_case("", COUNTS, 16, 24, 3)
+EMPTY = experts_case("", (0, 0, 0), 16, 24, 3)
 DENSE = Case("dense", "", {"tokens": 3, "n": 5, "k": 7})
-LINEAR = Case("linear_attention", "", linear_attention_features(LENGTHS, (4, 2, 8, 8)), LENGTHS)
+LINEAR = cell_case("linear_attention", "", LENGTHS, (4, 2, 8, 8))
 
 
 @pytest.fixture
@@ -86,12 +78,11 @@ def libraries(monkeypatch):
 
 
 def picked(case, backend):
-    return WORKS[case.op](case, backend).kernel
+    return make_work(case, backend).kernel
 
 
-def test_every_operation_ends_with_torchs_own():
-    assert set(KERNELS) == set(WORKS) == {name for name, one in OPERATIONS.items() if not one.exchange}
-    assert all(isinstance(kernels[-1], TorchKernel) for kernels in KERNELS.values())
+def test_torch_has_a_kernel_of_every_operation_that_computes():
+    assert set(LIBRARIES) < set(WORKS) == {name for name, one in OPERATIONS.items() if not one.exchange}
 
 
 def test_libraries_are_used_on_cuda_where_they_can_be_imported(libraries, cuda_like):
@@ -101,11 +92,11 @@ def test_libraries_are_used_on_cuda_where_they_can_be_imported(libraries, cuda_l
 
 def test_torch_runs_what_libraries_cannot(libraries, cuda_like):
     assert picked(EMPTY, cuda_like) == "torch"
-    wide = Case("attention", "", attention_features((8,), (2, 2, 512, 512), 0), (8,))
+    wide = cell_case("attention", "", (8,), (2, 2, 512, 512), 0)
     assert picked(wide, cuda_like) == "torch"
     float8 = Case("experts", "", EXPERTS.features, COUNTS, "float8_e4m3fn")
     assert picked(float8, cuda_like) == "torch"
-    cuda_like.dtype = torch.float32
+    cuda_like.dtype, cuda_like.dtype_name = torch.float32, "float32"
     assert picked(ATTENTION, cuda_like) == "torch"
 
 
@@ -119,7 +110,7 @@ def test_torch_runs_everything_on_a_cpu_and_without_libraries(libraries, cuda_li
 
 def test_attention_is_packed_as_flash_attn_asks(libraries, cuda_like):
     for case, window in ((ATTENTION, (-1, -1)), (WINDOWED, (1, 0))):
-        run, inputs = WORKS["attention"](case, cuda_like)[:2]
+        run, inputs = make_work(case, cuda_like)[:2]
         output = run()
         assert output.shape == (8, 4, 8)
         assert libraries.pop() == ([0, 5, 8], torch.int32, 5, True, window)
@@ -127,7 +118,7 @@ def test_attention_is_packed_as_flash_attn_asks(libraries, cuda_like):
 
 
 def test_experts_by_a_library_equal_the_loop(libraries, cuda_like):
-    run, (rows, *weights) = WORKS["experts"](EXPERTS, cuda_like)[:2]
+    run, (rows, *weights) = make_work(EXPERTS, cuda_like)[:2]
     output = run()
     expected = experts_slow(rows, weights[:3], weights[3:], COUNTS)
     torch.testing.assert_close(output, expected)
@@ -136,9 +127,9 @@ def test_experts_by_a_library_equal_the_loop(libraries, cuda_like):
 
 def test_linear_attention_by_a_library_is_that_of_torch(libraries, cuda_like):
     """Same inputs by the same seed: both kernels get them in the form that their documentation asks for."""
-    by_library = WORKS["linear_attention"](LINEAR, cuda_like)[0]()
+    by_library = make_work(LINEAR, cuda_like).run()
     cpu = backends.TorchBackend("cpu", ProfileParams(dtype="bfloat16", threads=1))
-    by_torch = WORKS["linear_attention"](LINEAR, cpu)[0]()
+    by_torch = make_work(LINEAR, cpu).run()
     torch.testing.assert_close(by_library, by_torch, rtol=0.02, atol=0.01)
 
 
@@ -161,18 +152,29 @@ class _Spoiling(torch.autograd.Function):
 
 def spoiling_work(case, backend):
     rows, weight = backend.tensor(4, 8), backend.tensor(6, 8)
-    return Work(lambda: _Spoiling.apply(rows, weight), (rows, weight))
+    return lambda: _Spoiling.apply(rows, weight), (rows, weight)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Put a library in the place of an operation's; ``build`` makes its run from a case and a backend."""
+
+    def install(op, name, build):
+        library = Library(name, "torch", "Tensor", lambda function, case, backend: build(case, backend))
+        monkeypatch.setitem(LIBRARIES, op, library)
+
+    return install
 
 
 def gradients(work, times):
     """Return the gradients of so many backward runs, as they are timed."""
     output = work.run()
     upstream = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    backward = Backward(work, output, upstream)
+    run, prepare = backward_of(work, output, upstream)
     found = []
     for _ in range(times):
-        backward.prepare()
-        found.append(backward.run())
+        prepare()
+        found.append(run())
     return found
 
 
@@ -185,49 +187,47 @@ def test_the_second_backward_gives_what_the_first_gave(libraries, cuda_like, op,
         "linear_attention": LINEAR,
         "experts": EXPERTS,
         "dense": DENSE,
-        "router": Case("router", "", router_features(5, 8, 4, 2)),
+        "router": Case("router", "", {"tokens": 5, "hidden_size": 8, "num_experts": 4, "top_k": 2}),
     }
-    first, second = gradients(WORKS[op](cases[op], backend), 2)
+    first, second = gradients(make_work(cases[op], backend), 2)
     assert any(gradient.any() for gradient in first)
     for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_a_library_that_clears_what_it_saved_is_run_forward_before_every_backward(cuda_like):
+def test_a_library_that_clears_what_it_saved_is_run_forward_before_every_backward(installed, cuda_like):
     # Transformer Engine's grouped linear empties its inputs after the first backward: every later one over the same
     # graph left out the weights' gradients and was timed at about half, status "ok".
-    library = LibraryKernel("spoiler", "torch", "Tensor", spoiling_work, lambda case, backend: True)
-    work = build_work((library, TorchKernel(spoiling_work)), EXPERTS, cuda_like)
+    installed("experts", "spoiler", spoiling_work)
+    work = make_work(EXPERTS, cuda_like)
     assert (work.kernel, work.keeps_graph) == ("spoiler", False)
     assert all(weight.any() for _, weight in gradients(work, 3))
-    kept = spoiling_work(EXPERTS, cuda_like)
+    kept = Work(*spoiling_work(EXPERTS, cuda_like))
     assert [bool(weight.any()) for _, weight in gradients(kept, 2)] == [True, False]  # what happened
 
 
-def test_a_library_that_fails_gives_way_with_its_reason(cuda_like):
+def test_a_library_that_fails_gives_way_with_its_reason(installed, cuda_like):
     def asserts(case, backend):
         raise AssertionError("FP8 is not supported on this device")
 
-    library = LibraryKernel("picky", "torch", "Tensor", asserts, lambda case, backend: True)
-    with pytest.warns(UserWarning, match="picky cannot run experts here .*FP8 is not supported"):
-        work = build_work((library, *KERNELS["dense"]), replace(DENSE, op="experts"), cuda_like)
-    assert work.kernel == "torch"
+    installed("dense", "picky", asserts)
+    with pytest.warns(UserWarning, match="picky cannot run dense here .*FP8 is not supported"):
+        assert make_work(DENSE, cuda_like).kernel == "torch"
 
 
 def test_a_python_loop_is_not_timed_on_cuda_unless_asked_for(cuda_like):
     with pytest.raises(NotImplementedError, match=r"needs flash-linear-attention.*profile\.time_loops"):
-        WORKS["linear_attention"](LINEAR, cuda_like)
+        make_work(LINEAR, cuda_like)
     cuda_like.times_loops = True
-    assert WORKS["linear_attention"](LINEAR, cuda_like).kernel == "torch"
+    assert make_work(LINEAR, cuda_like).kernel == "torch"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "library"), [(ATTENTION, "flash-attn"), (LINEAR, "flash-linear-attention"),
-                                               (EXPERTS, "transformer-engine")])  # fmt: skip
-def test_our_calls_match_the_real_packages(case, library):
-    """On a card with the package the library's kernel runs there and back; build_work would warn and take torch's."""
-    kernel = next(one for one in KERNELS[case.op] if one.name == library)
-    backend = backends.TorchBackend("cuda", ProfileParams(dtype="bfloat16"))
-    if not kernel.available(case, backend):
-        pytest.skip(f"{library} is not installed")
-    assert build_work(KERNELS[case.op], case, backend).kernel == library
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("case", [ATTENTION, LINEAR, EXPERTS])
+def test_our_calls_match_the_real_packages(case):
+    """On a card with the package the library's kernel runs there and back; make_work would warn and take torch's."""
+    library, backend = LIBRARIES[case.op], backends.TorchBackend("cuda", ProfileParams(dtype="bfloat16"))
+    if library.found(case, backend) is None:
+        pytest.skip(f"{library.name} is not installed")
+    assert make_work(case, backend).kernel == library.name

@@ -4,7 +4,7 @@ import pytest
 from oracles import delta_rule_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import Case, linear_attention_features
+from profiler.cases.case import cell_case
 from profiler.cases.operations import CHUNK_TOKENS
 from profiler.kernels.linear_attention import chunked_core, linear_attention_work
 
@@ -65,9 +65,7 @@ def test_a_case_runs_with_shared_keys_in_both_directions(dtype):
     """Value heads share key heads, as in Qwen3-Next; the output is in the sweep's type."""
     backend = backends.TorchBackend("cpu", ProfileParams(dtype=dtype, threads=1))
     lengths, heads = (100, 0, 28), (4, 2, 16, 8)
-    run, inputs = linear_attention_work(
-        Case("linear_attention", "", linear_attention_features(lengths, heads), lengths), backend
-    )[:2]
+    run, inputs = linear_attention_work(cell_case("linear_attention", "", lengths, heads), backend)
     output = run()
     assert output.shape == (128, 4, 8)
     assert output.dtype == backend.dtype

@@ -4,8 +4,8 @@ import pytest
 from oracles import router_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import Case, router_features
-from profiler.kernels.router import router_work
+from profiler.cases.case import Case
+from profiler.kernels.gemms import router_work
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 backends = pytest.importorskip("profiler.device.backend")
@@ -13,7 +13,8 @@ backends = pytest.importorskip("profiler.device.backend")
 
 def router(tokens, hidden, experts, top_k, dtype="float32"):
     backend = backends.TorchBackend("cpu", ProfileParams(dtype=dtype, threads=1))
-    return router_work(Case("router", "", router_features(tokens, hidden, experts, top_k)), backend)[:2]
+    features = {"tokens": tokens, "hidden_size": hidden, "num_experts": experts, "top_k": top_k}
+    return router_work(Case("router", "", features), backend)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(17, 8, 2), (1, 4, 1), (30, 6, 6), (5, 64, 8)])

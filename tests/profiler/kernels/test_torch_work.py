@@ -3,9 +3,9 @@ import math
 import pytest
 
 from profiler import ProfileParams
-from profiler.cases.case import Case, attention_features, experts_features
+from profiler.cases.case import Case, cell_case, experts_case
 from profiler.kernels.attention import attention_work
-from profiler.kernels.experts import dense_work, experts_work
+from profiler.kernels.gemms import dense_work, experts_work
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 backends = pytest.importorskip("profiler.device.backend")
@@ -36,8 +36,8 @@ def naive_attention(query, key, value, lengths, window):
 @pytest.mark.parametrize("heads", [(4, 4, 8, 8), (4, 2, 8, 8), (2, 2, 12, 8)], ids=["mha", "gqa", "mla"])
 @pytest.mark.parametrize("lengths", [(13,), (1, 4, 16, 17, 5)])
 def test_attention_equals_the_written_out_one(backend, heads, window, lengths):
-    case = Case("attention", "", attention_features(lengths, heads, window), lengths)
-    run, inputs = attention_work(case, backend)[:2]
+    case = cell_case("attention", "", lengths, heads, window)
+    run, inputs = attention_work(case, backend)
     output, expected = run(), naive_attention(*inputs, list(lengths), window)
     assert output.shape == (sum(lengths), heads[0], heads[3])
     torch.testing.assert_close(output, expected)
@@ -52,8 +52,8 @@ def test_attention_equals_the_written_out_one(backend, heads, window, lengths):
 def test_experts_equal_a_loop_over_them_also_when_groups_are_empty(counts, dtype):
     backend = backends.TorchBackend("cpu", ProfileParams(dtype=dtype, threads=1))
     hidden, inter = 16, 24
-    case = Case("experts", "", experts_features(counts, hidden, inter, len(counts)), counts)
-    run, inputs = experts_work(case, backend)[:2]
+    case = experts_case("", counts, hidden, inter, len(counts))
+    run, inputs = experts_work(case, backend)
     rows, gate_up, down = inputs
     parts = []
     for part, both, back in zip(rows.split(counts), gate_up, down, strict=True):
@@ -75,6 +75,6 @@ def test_experts_equal_a_loop_over_them_also_when_groups_are_empty(counts, dtype
 
 
 def test_dense_is_one_gemm(backend):
-    run, (tokens, weight) = dense_work(Case("dense", "", {"tokens": 3, "n": 5, "k": 7}), backend)[:2]
+    run, (tokens, weight) = dense_work(Case("dense", "", {"tokens": 3, "n": 5, "k": 7}), backend)
     torch.testing.assert_close(run(), tokens @ weight.T)
     assert (tokens.shape, weight.shape) == ((3, 7), (5, 7))

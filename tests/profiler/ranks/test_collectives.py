@@ -22,7 +22,7 @@ CONFIG = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64,
 }  # fmt: skip
 SPEC = ModelSpec.from_config(CONFIG, "small")
-PARAMS = ProfileParams(max_points=12, repeats=3, min_repeats=2, load_factor=2.0)
+PARAMS = ProfileParams(max_points=12, repeats=3, min_repeats=2)
 CARD = DeviceFingerprint("cuda", "nvidia", "sm_90", "card", 132, 141, "NVLink 450 GB/s", 8, network="8 x 400 Gb/s IB")
 
 
