@@ -1,15 +1,14 @@
 """What the cost of an operation depends on: raw features, their units, and what the trees see of them.
 
-An operation is one entry of :data:`costmodels.operations.catalog.OPERATIONS`: raw features (columns of the
-measurements), a physics baseline over them, and the inputs of the learned residual. Everything else (fitting,
-validation, files, tables) works from that entry, so a new operation is one new file.
+An operation is one entry of :data:`costmodels.operations.catalog.OPERATIONS`. Everything else (fitting, validation,
+files, tables) works from that entry, so a new operation is one new declaration.
 
 Invariant: features are found by name, never by position; a missing, extra, non-finite or non-positive one is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +17,8 @@ from profiler import RoutePackError
 
 Columns = dict[str, np.ndarray]
 """Named float64 columns of equal length."""
+Parameters = Mapping[str, float]
+"""Values of a baseline's parameters, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Parameter:
     unit: str
     device_power: int = 1
     """How it follows the speed of a device: 1 a cost, -1 a rate, 0 a pure number."""
+
+
+def constant_floor(columns: Columns, parameters: Parameters) -> np.ndarray:
+    """Return the parameter ``floor_us`` for every row; 0 where there is none."""
+    return np.full_like(next(iter(columns.values())), parameters.get("floor_us", 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +50,20 @@ class Operation:
     size: tuple[str, ...]
     """Raw features by which sizes are held out in validation: the first of them that is not 0."""
     parameters: Mapping[str, Parameter]
-    baseline: Callable[[Columns, Mapping[str, float]], np.ndarray]
+    baseline: Callable[[Columns, Parameters], np.ndarray]
     """Microseconds from raw features and parameters; grows with every size."""
     derive: Callable[[Columns], Columns]
     """Inputs of the trees from raw features, all dimensionless or in the units the entry's file states."""
     dimensionless: tuple[str, ...]
     """Those derived inputs that keep their meaning in a shape that was never timed."""
-    floor: Callable[[Columns, Mapping[str, float]], np.ndarray]
+    floor: Callable[[Columns, Parameters], np.ndarray] = constant_floor
     """Microseconds of the operation with nothing to do: what launching it costs."""
     zero_allowed: frozenset[str] = frozenset()
     """Raw features that may be 0 (no window, no routing inside the timed region)."""
+    curve: tuple[str, ...] = ()
+    """Raw features that, beside the shape, are equal along a measured curve."""
+    settings: Callable[[Columns], tuple[np.ndarray, ...]] = lambda columns: ()
+    """Logs of what changes slowly along a measured curve; a row with NaN lies on none."""
 
 
 def checked_columns(operation: Operation, features: Mapping[str, np.ndarray]) -> Columns:
@@ -74,16 +84,33 @@ def checked_columns(operation: Operation, features: Mapping[str, np.ndarray]) ->
     columns = {name: np.atleast_1d(np.asarray(features[name], dtype=np.float64)) for name in operation.features}
     length = max(column.size for column in columns.values())
     for name, column in columns.items():
-        if column.ndim != 1 or column.size not in (1, length):
+        if column.shape not in ((1,), (length,)):
             raise RoutePackError(f"Feature {name} of {operation.name} has shape {column.shape}, expected ({length},).")
-        good = np.isfinite(column) & ((column >= 0) if name in operation.zero_allowed else (column > 0))
+        zero = name in operation.zero_allowed
+        good = np.isfinite(column) & ((column > 0) | (zero & (column == 0)))
         if not good.all():
-            bound = ">= 0" if name in operation.zero_allowed else "> 0"
             raise RoutePackError(
-                f"Feature {name} of {operation.name} must be finite and {bound}, got {column[~good][0]}."
+                f"Feature {name} of {operation.name} must be finite and {'>= 0' if zero else '> 0'}, "
+                f"got {column[~good][0]}."
             )
         columns[name] = np.broadcast_to(column, length)
     return columns
+
+
+def take(columns: Columns, rows: np.ndarray) -> Columns:
+    """Return some rows (a mask or positions) of every column."""
+    return {name: column[rows] for name, column in columns.items()}
+
+
+def rows_by(columns: Columns, names: Sequence[str]) -> dict[tuple[int, ...], np.ndarray]:
+    """Return the positions of the rows with the same whole numbers in ``names``, by those numbers in order."""
+    length = next(iter(columns.values())).size
+    if not names or not length:
+        return {(): np.arange(length)} if length else {}
+    keys = np.stack([columns[name] for name in names], axis=1).astype(np.int64)
+    distinct, inverse, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
+    order = np.argsort(inverse.reshape(-1), kind="stable")
+    return dict(zip(map(tuple, distinct.tolist()), np.split(order, np.cumsum(counts)[:-1]), strict=True))
 
 
 def size_of(operation: Operation, columns: Columns) -> np.ndarray:
@@ -99,8 +126,3 @@ def smooth_max(*terms: np.ndarray, sharpness: float) -> np.ndarray:
     largest = np.maximum.reduce(terms)
     safe = np.where(largest > 0, largest, 1.0)
     return largest * sum((term / safe) ** sharpness for term in terms) ** (1.0 / sharpness)
-
-
-def tiles(size: np.ndarray, tile: int) -> np.ndarray:
-    """Return ``size`` rounded up to whole tiles."""
-    return np.ceil(size / tile) * tile

@@ -127,7 +127,7 @@ def fit_operation(
         operation=operation, direction=direction, parameters=parameters, seen=known.trees, unseen=unseen.trees,
         shapes=shape_ranges(operation, columns), empty_us=empty_us, rows=int(time_us.size), reasons=tuple(reasons),
         validation={**{split: one.report() for split, one in found.items() if one is not None}, **covered},
-        smooth=known.smooth, unseen_smooth=unseen.smooth, curves=known.curves, mixes=mixes, intervals=intervals,
+        smooth=known.smooth, unseen_smooth=unseen.smooth, curves=known.curve, mixes=mixes, intervals=intervals,
     )  # fmt: skip
     return model, found[SIZES]
 

@@ -17,16 +17,13 @@ from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.intervals import calibrate
 from costmodels.learned.predictor import OperationModel, Predictor
 from costmodels.learned.prior import (
-    GAUSSIAN,
     PRIOR_RESIDUAL,
-    SCALE,
-    TREES,
     Prior,
     TransferredModel,
     blend,
-    fit_discrepancy,
     prior_residual,
 )
+from costmodels.learned.residual import fit_discrepancy
 from costmodels.learned.validation import (
     GAIN_NEEDED,
     SHAPES,
@@ -219,16 +216,17 @@ def _folds(operation: Operation, columns: Columns, params: FitParams) -> dict[st
 def _candidates(rows: int, params: FitParams) -> list[tuple[str, ...]]:
     """Return the discrepancies that this many rows can carry, the refit alone first."""
     if rows < FEW_ROWS:
-        return [(), (SCALE, GAUSSIAN, TREES)]
+        return [(), ("scale", "smooth", "trees")]
     # A Gaussian process costs the cube of its rows; where they are many, trees know as much.
-    return [(), (GAUSSIAN, TREES) if rows < params.small_rows else (TREES,)]
+    return [(), ("smooth", "trees") if rows < params.small_rows else ("trees",)]
 
 
 def _gentle(rows: int, params: FitParams) -> FitParams:
-    """Return smaller, slower trees where rows are many: what is left after the prior is mostly noise."""
+    """Return fewer, smaller, slower trees where rows are many: what is left after the prior is mostly noise."""
     if rows < params.small_rows:
         return params
-    return replace(params, num_leaves=min(15, params.num_leaves), learning_rate=params.learning_rate / 2)
+    leaves, rate = min(15, params.num_leaves), params.learning_rate / 2
+    return replace(params, num_trees=max(1, params.num_trees // 2), num_leaves=leaves, learning_rate=rate)
 
 
 def _judge(

@@ -22,31 +22,20 @@ class FitParams:
     num_trees: int = 300
     num_leaves: int = 31
     learning_rate: float = 0.1
-    linear_trees: int = 80
-    """Trees with linear leaves, averaged with the others where rows are many."""
-    kernel_points: int = 800
-    """Centres of the smooth residual."""
     min_rows: int = 20
     """Fewer measured rows than this are priced by the physics baseline alone."""
     small_rows: int = 300
     """Below this the trees have 8 leaves, and a Gaussian process stands beside or in place of them."""
-    unseen_trees: int = 150
-    """Trees of the model for shapes that were never timed."""
-    baseline_rows: int = 4000
-    """Rows used at most by the baseline's fit; an even sample of the time-sorted rows stands for more."""
     baseline_pull: float = 0.02
     """Weight of the pull to the scaled defaults, per unit of log; one row's log error of this size weighs the same."""
-    soft_l1_scale: float = 0.05
-    """Log error at which the baseline's loss turns from square to absolute."""
 
     def __post_init__(self) -> None:
-        for name, least in (("folds", 2), ("num_trees", 1), ("num_leaves", 2), ("min_rows", 10), ("small_rows", 0),
-                            ("unseen_trees", 1), ("linear_trees", 1), ("kernel_points", 10), ("baseline_rows", 20),
-                            ("seed", 0)):  # fmt: skip
+        whole = {"seed": 0, "folds": 2, "num_trees": 1, "num_leaves": 2, "min_rows": 10, "small_rows": 0}
+        for name, least in whole.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not value >= least:
                 raise ValueError(f"Expected {name} to be an integer >= {least}, got {value!r}.")
-        for name, most in (("attention_backward_factor", 100.0), ("gemm_backward_factor", 100.0),
-                           ("learning_rate", 1.0), ("baseline_pull", 10.0), ("soft_l1_scale", 10.0)):  # fmt: skip
-            if not 0 < getattr(self, name) <= most:
-                raise ValueError(f"Expected 0 < {name} <= {most:g}, got {getattr(self, name)!r}.")
+        most = {"attention_backward_factor": 100, "gemm_backward_factor": 100, "learning_rate": 1, "baseline_pull": 10}
+        for name, limit in most.items():
+            if not 0 < getattr(self, name) <= limit:
+                raise ValueError(f"Expected 0 < {name} <= {limit}, got {getattr(self, name)!r}.")

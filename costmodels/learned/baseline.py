@@ -8,13 +8,15 @@ node) is not fitted at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from costmodels.features import Columns, Operation
+from costmodels.features import Columns, Operation, Parameters, take
 from costmodels.params import FitParams
 
+MOST_ROWS = 4000
+"""An even sample of the time-sorted rows stands for more."""
+SOFT_L1_SCALE = 0.05
+"""Log error at which the loss turns from square to absolute."""
 MAX_EVALUATIONS = 80
 
 
@@ -26,11 +28,7 @@ def scaled_defaults(operation: Operation, columns: Columns, time_us: np.ndarray)
 
 
 def fit_baseline(
-    operation: Operation,
-    columns: Columns,
-    time_us: np.ndarray,
-    params: FitParams,
-    start: Mapping[str, float] | None = None,
+    operation: Operation, columns: Columns, time_us: np.ndarray, params: FitParams, start: Parameters | None = None
 ) -> dict[str, float]:
     """Return the baseline's parameters for these rows.
 
@@ -38,39 +36,30 @@ def fit_baseline(
     """
     from scipy.optimize import least_squares
 
-    columns, time_us = _even_sample(columns, time_us, params.baseline_rows)
-    centre = scaled_defaults(operation, columns, time_us)
-    names, log_time = _in_use(operation, columns, centre), np.log(time_us)
+    if time_us.size > MOST_ROWS:
+        order = np.argsort(time_us, kind="stable")
+        kept = np.sort(order[np.linspace(0, time_us.size - 1, MOST_ROWS).round().astype(np.int64)])
+        columns, time_us = take(columns, kept), time_us[kept]
+    centre, log_time = scaled_defaults(operation, columns, time_us), np.log(time_us)
+    unmoved = operation.baseline(columns, centre)
+    names = [
+        name
+        for name, value in centre.items()
+        if not np.array_equal(unmoved, operation.baseline(columns, {**centre, name: 2.0 * value}))
+    ]
     log_centre = np.log([centre[name] for name in names])
+
+    def fitted(point: np.ndarray) -> dict[str, float]:
+        return {**centre, **dict(zip(names, np.exp(point), strict=True))}
 
     def residuals(point: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", under="ignore"):
-            here = {**centre, **dict(zip(names, np.exp(point), strict=True))}
-            error = np.log(operation.baseline(columns, here)) - log_time
-        scaled = error / params.soft_l1_scale
-        soft = np.sign(scaled) * np.sqrt(2.0 * (np.sqrt(1.0 + scaled**2) - 1.0)) * params.soft_l1_scale
+            scaled = (np.log(operation.baseline(columns, fitted(point))) - log_time) / SOFT_L1_SCALE
+        soft = np.sign(scaled) * np.sqrt(2.0 * (np.sqrt(1.0 + scaled**2) - 1.0)) * SOFT_L1_SCALE
         return np.concatenate([soft, params.baseline_pull * (point - log_centre)])
 
     first = log_centre if start is None else np.log([start[name] for name in names])
-    found = least_squares(
-        residuals, first, bounds=(log_centre - 12.0, log_centre + 12.0), max_nfev=MAX_EVALUATIONS, x_scale=1.0,
-        ftol=1e-6, xtol=1e-6, gtol=1e-9,
-    )  # fmt: skip
+    bounds, ends = (log_centre - 12.0, log_centre + 12.0), {"ftol": 1e-6, "xtol": 1e-6, "gtol": 1e-9}
+    found = least_squares(residuals, first, bounds=bounds, max_nfev=MAX_EVALUATIONS, **ends)
     # Six digits hide the last bits, in which LAPACK builds and thread counts differ: same rows, same bytes.
-    fitted = {**centre, **dict(zip(names, np.exp(found.x), strict=True))}
-    return {name: float(f"{value:.6g}") for name, value in fitted.items()}
-
-
-def _in_use(operation: Operation, columns: Columns, centre: Mapping[str, float]) -> list[str]:
-    """Return the parameters whose change changes the baseline of some row."""
-    before = operation.baseline(columns, centre)
-    changed = {name: operation.baseline(columns, {**centre, name: 2.0 * value}) for name, value in centre.items()}
-    return [name for name, times in changed.items() if not np.array_equal(times, before)]
-
-
-def _even_sample(columns: Columns, time_us: np.ndarray, limit: int) -> tuple[Columns, np.ndarray]:
-    if time_us.size <= limit:
-        return columns, time_us
-    order = np.argsort(time_us, kind="stable")
-    kept = np.sort(order[np.linspace(0, time_us.size - 1, limit).round().astype(np.int64)])
-    return {name: column[kept] for name, column in columns.items()}, time_us[kept]
+    return {name: float(f"{value:.6g}") for name, value in fitted(found.x).items()}

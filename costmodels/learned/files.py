@@ -17,7 +17,8 @@ from costmodels.features import Operation
 from costmodels.learned.curves import Curves
 from costmodels.learned.intervals import Intervals
 from costmodels.learned.predictor import OperationModel, Predictor
-from costmodels.learned.prior import Discrepancy, Prior, TransferredModel
+from costmodels.learned.prior import Prior, TransferredModel
+from costmodels.learned.residual import Residual
 from costmodels.learned.smooth import Kernel
 from costmodels.learned.trees import Trees
 from costmodels.operations.catalog import OPERATIONS
@@ -35,7 +36,7 @@ KINDS: dict[str, type[Any]] = {
     "smooth": Kernel,
     "unseen_smooth": Kernel,
     "curves": Curves,
-    "discrepancy_gaussian": Kernel,
+    "discrepancy_smooth": Kernel,
     "discrepancy_trees": Trees,
 }
 """Members by their role."""
@@ -81,7 +82,7 @@ def save_model(folder: Path, model: Predictor) -> dict[str, Any]:
 
 def _save_prior(folder: Path, prior: Prior, arrays: Arrays) -> dict[str, Any]:
     found = prior.discrepancy
-    parts = {"discrepancy_gaussian": found.gaussian, "discrepancy_trees": found.trees}
+    parts = {"discrepancy_smooth": found.smooth, "discrepancy_trees": found.trees}
     return {
         "name": prior.name,
         "data_hash": prior.data_hash,
@@ -141,7 +142,7 @@ def _load_prior(folder: Path, item: Mapping[str, Any], arrays: Arrays) -> Prior:
         name=item["name"],
         data_hash=item["data_hash"],
         parameters={name: float(value) for name, value in item["parameters"].items()},
-        discrepancy=Discrepancy(item["scale"], parts.get("discrepancy_gaussian"), parts.get("discrepancy_trees")),
+        discrepancy=Residual(item["scale"], parts.get("discrepancy_smooth"), parts.get("discrepancy_trees")),
         seen_share=item["seen_share"],
         unseen_share=item["unseen_share"],
     )

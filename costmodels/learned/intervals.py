@@ -15,7 +15,7 @@ import numpy as np
 LEVEL = 0.9
 CLASSES = 6
 LEAST_ROWS = 40
-"""A class of sizes with fewer held-out rows is joined to others."""
+"""Held-out rows that a class of sizes has at least; half of them are enough for a single class."""
 WIDENING = 2.0
 
 
@@ -45,21 +45,17 @@ def calibrate(size: np.ndarray, log_error: np.ndarray) -> Intervals | None:
         return None
     classes = max(1, min(CLASSES, size.size // LEAST_ROWS))
     edges = np.unique(np.quantile(size, np.arange(1, classes) / classes, method="nearest"))
+    edges = edges[edges > size.min()]  # else nothing lies below the first
     place = np.searchsorted(edges, size, side="right")
-    full = [k for k in range(edges.size + 1) if (place == k).any()]
-    half = [conformal_quantile(log_error[place == k]) for k in full]
-    # An empty class (all rows at its edge) has no lower edge of its own.
-    edges = edges[[k - 1 for k in full[1:]]] if len(full) > 1 else edges[:0]
-    return Intervals(tuple(edges.tolist()), tuple(half))
+    half = tuple(conformal_quantile(log_error[place == k]) for k in range(edges.size + 1))
+    return Intervals(tuple(edges.tolist()), half)
 
 
 def coverage(size: np.ndarray, log_error: np.ndarray, groups: Sequence[int] | np.ndarray) -> float | None:
     """Return the share of rows inside intervals that were calibrated without their group; None with too few rows."""
-    groups, hits, asked = np.asarray(groups), 0, 0
+    hits: list[bool] = []
     for group in np.unique(groups):
-        test = groups == group
-        found = calibrate(size[~test], log_error[~test])
-        if found is not None:
-            inside = log_error[test] <= found.half_widths(size[test])
-            hits, asked = hits + int(inside.sum()), asked + inside.size
-    return hits / asked if asked else None
+        test = np.asarray(groups) == group
+        if (found := calibrate(size[~test], log_error[~test])) is not None:
+            hits += (log_error[test] <= found.half_widths(size[test])).tolist()
+    return float(np.mean(hits)) if hits else None

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, checked_columns
+from costmodels.features import Columns, Operation, checked_columns, take
 from costmodels.learned.curves import Curves
 from costmodels.learned.intervals import Intervals
-from costmodels.learned.ranges import Ranges, excess_octaves, known_families, shape_of
-from costmodels.learned.residual import Mix, Residual, known_log_ratio, mean_of
+from costmodels.learned.ranges import Ranges, excess_octaves, known_families
+from costmodels.learned.residual import Mix, Residual, known_log_ratio
 from costmodels.learned.smooth import Kernel
 from costmodels.learned.trees import Trees
 
@@ -119,22 +119,17 @@ class OperationModel:
 
     def knows(self, features: Mapping[str, np.ndarray | float]) -> Mapping[str, tuple[float, float]] | None:
         """Return the timed range of every size feature of a shape, None if the shape was never timed."""
-        return self.shapes.get(shape_of(self.operation, features))
+        return self.shapes.get(tuple(int(features[name]) for name in self.operation.shape))
 
     def _log_ratio(self, columns: Columns, known: np.ndarray, excess: np.ndarray) -> np.ndarray:
         total = np.zeros(known.size)
-        for seen, mask in ((True, known), (False, ~known)):
-            if not mask.any():
-                continue
-            part = {name: column[mask] for name, column in columns.items()}
-            derived, rows = self.operation.derive(part), int(mask.sum())
-            if seen:
-                wanted = {name for regime, mix in self.mixes.items() if regime != "unseen" for name in mix}
-                residual = Residual(self.seen, self.smooth, self.curves)
-                members = residual.members(self.operation, part, derived, wanted)
-                total[mask] = known_log_ratio(members, self.mixes, excess[mask])
-            else:
-                mix = self.mixes.get("unseen", ())
-                residual = Residual(self.unseen, self.unseen_smooth)
-                total[mask] = mean_of(residual.members(self.operation, part, derived, set(mix)), mix, rows)
+        seen = Residual(trees=self.seen, smooth=self.smooth, curve=self.curves)
+        unseen = Residual(trees=self.unseen, smooth=self.unseen_smooth)
+        # A shape that was never timed lies on no curve, and beyond no size: what answers there is "between".
+        unseen_mixes = {"between": self.mixes.get("unseen", ())}
+        for rows, residual, mixes in ((known, seen, self.mixes), (~known, unseen, unseen_mixes)):
+            if rows.any():
+                part = take(columns, rows)
+                members = residual.members(self.operation, part, self.operation.derive(part))
+                total[rows] = known_log_ratio(members, mixes, excess[rows])
         return total

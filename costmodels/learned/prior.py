@@ -19,36 +19,11 @@ import numpy as np
 from costmodels.features import Columns, Operation, checked_columns
 from costmodels.learned.intervals import Intervals
 from costmodels.learned.predictor import OperationModel, Predictor
-from costmodels.learned.ranges import Ranges, excess_octaves, known_families, shape_of
-from costmodels.learned.smooth import Kernel, fit_kernel
-from costmodels.learned.trees import Trees, grow_trees
-from costmodels.params import FitParams
+from costmodels.learned.ranges import Ranges, excess_octaves, joined, known_families
+from costmodels.learned.residual import Residual, mean_of
 
 PRIOR_RESIDUAL = "prior_log_residual"
 """Input of the discrepancy: log of the prior's time over the prior's baseline."""
-SCALE, GAUSSIAN, TREES = "scale", "gaussian", "trees"
-
-
-@dataclass(frozen=True)
-class Discrepancy:
-    """Hold log(time here / (refitted baseline x prior's residual)): the mean of its parts, 0 without any."""
-
-    scale: float | None
-    """One factor for everything."""
-    gaussian: Kernel | None
-    trees: Trees | None
-
-    def log_ratio(self, inputs: Columns) -> np.ndarray:
-        """Return the log discrepancy of every row."""
-        rows = next(iter(inputs.values())).size
-        found = []
-        if self.scale is not None:
-            found.append(np.full(rows, self.scale))
-        if self.gaussian is not None:
-            found.append(self.gaussian.log_ratio(inputs))
-        if self.trees is not None:
-            found.append(self.trees.log_ratio(inputs))
-        return np.mean(found, axis=0) if found else np.zeros(rows)
 
 
 @dataclass(frozen=True)
@@ -62,7 +37,8 @@ class Prior:
     """Of the measurements that the prior was fitted to."""
     parameters: Mapping[str, float]
     """The baseline's parameters on this GPU, pulled to the prior's."""
-    discrepancy: Discrepancy
+    discrepancy: Residual
+    """log(time here / (refitted baseline x prior's residual)) is the mean of its members, 0 without any."""
     seen_share: float
     """Weight of the prior's route in shapes timed here; the rest is the own model's, averaged in log space."""
     unseen_share: float
@@ -73,7 +49,8 @@ class Prior:
         residual = prior_residual(self.source, columns)
         log_us = np.log(operation.baseline(columns, self.parameters)) + residual
         inputs = {**operation.derive(columns), PRIOR_RESIDUAL: residual}
-        return np.asarray(np.exp(log_us + self.discrepancy.log_ratio(inputs)))
+        members = self.discrepancy.members(operation, columns, inputs)
+        return np.asarray(np.exp(log_us + mean_of(members, members, log_us.size)))
 
 
 @dataclass(frozen=True)
@@ -96,7 +73,7 @@ class TransferredModel:
     @cached_property
     def shapes(self) -> Ranges:
         """What was timed here or on the prior's GPU."""
-        return _joined(self.own.shapes, self.prior.source.shapes)
+        return joined(self.own.shapes, self.prior.source.shapes)
 
     def predict_us(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return microseconds and, per row, whether it lies outside what was timed here and on the prior's GPU."""
@@ -110,7 +87,7 @@ class TransferredModel:
 
     def knows(self, features: Mapping[str, np.ndarray | float]) -> Mapping[str, tuple[float, float]] | None:
         """Return the timed range of every size feature of a shape, None if the shape was never timed."""
-        return self.shapes.get(shape_of(self.own.operation, features))
+        return self.shapes.get(tuple(int(features[name]) for name in self.own.operation.shape))
 
 
 def blend(own_us: np.ndarray, prior_us: np.ndarray, share: np.ndarray | float) -> np.ndarray:
@@ -122,25 +99,3 @@ def prior_residual(source: Predictor, columns: Columns) -> np.ndarray:
     """Return the log of a model's time over its own baseline: what it learned beyond the formula."""
     time_us, _ = source.predict_us(columns)
     return np.asarray(np.log(time_us / source.own.operation.baseline(columns, source.own.parameters)))
-
-
-def _joined(here: Ranges, there: Ranges) -> Ranges:
-    joined = {shape: dict(ranges) for shape, ranges in there.items()}
-    for shape, ranges in here.items():
-        known = joined.setdefault(shape, {})
-        for name, (low, high) in ranges.items():
-            least, most = known.get(name, (low, high))
-            known[name] = (min(low, least), max(high, most))
-    return joined
-
-
-def fit_discrepancy(parts: tuple[str, ...], inputs: Columns, target: np.ndarray, params: FitParams) -> Discrepancy:
-    """Fit the mean of some of ``scale``, ``gaussian`` and ``trees`` to ``target``, a log ratio per row; none is 0."""
-    names = tuple(inputs)
-    return Discrepancy(
-        scale=float(np.median(target)) if SCALE in parts else None,
-        gaussian=fit_kernel(inputs, names, target, params) if GAUSSIAN in parts else None,
-        trees=grow_trees(inputs, names, target, params, unseen=target.size >= params.small_rows)
-        if TREES in parts
-        else None,
-    )

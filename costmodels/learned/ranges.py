@@ -6,32 +6,34 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from costmodels.features import Columns, Operation
+from costmodels.features import Columns, Operation, rows_by
 
 Ranges = Mapping[tuple[int, ...], Mapping[str, tuple[float, float]]]
 """Timed shapes, each with the range of every size feature."""
 
 
-def shape_ranges(operation: Operation, columns: Columns) -> dict[tuple[int, ...], dict[str, tuple[float, float]]]:
+def shape_ranges(operation: Operation, columns: Columns) -> Ranges:
     """Return every timed shape with the range of each size feature; of one that may be 0 where it ever was more."""
-    shapes, inverse = distinct(columns, operation.shape)
-    sizes = [
-        name for name in operation.features
-        if name not in operation.shape and (name not in operation.zero_allowed or columns[name].any())
-    ]  # fmt: skip
-    order = np.argsort(inverse, kind="stable")
-    starts = np.searchsorted(inverse[order], np.arange(len(shapes)))
-    low = {name: np.minimum.reduceat(columns[name][order], starts) for name in sizes}
-    high = {name: np.maximum.reduceat(columns[name][order], starts) for name in sizes}
+    sizes = {
+        name: column
+        for name, column in columns.items()
+        if name not in operation.shape and (name not in operation.zero_allowed or column.any())
+    }
     return {
-        shape: {name: (float(low[name][place]), float(high[name][place])) for name in sizes}
-        for place, shape in enumerate(shapes)
+        shape: {name: (float(column[rows].min()), float(column[rows].max())) for name, column in sizes.items()}
+        for shape, rows in rows_by(columns, operation.shape).items()
     }
 
 
-def shape_of(operation: Operation, features: Mapping[str, np.ndarray | float]) -> tuple[int, ...]:
-    """Return one shape, as :data:`Ranges` names it."""
-    return tuple(int(features[name]) for name in operation.shape)
+def joined(here: Ranges, there: Ranges) -> Ranges:
+    """Return what lies in the ranges of one or of the other."""
+    found = {shape: dict(ranges) for shape, ranges in there.items()}
+    for shape, ranges in here.items():
+        known = found.setdefault(shape, {})
+        for name, (low, high) in ranges.items():
+            least, most = known.get(name, (low, high))
+            known[name] = (min(low, least), max(high, most))
+    return found
 
 
 def excess_octaves(operation: Operation, ranges: Ranges, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
@@ -39,21 +41,16 @@ def excess_octaves(operation: Operation, ranges: Ranges, columns: Columns) -> tu
 
     Shapes that were never timed have 0 octaves, and are outside.
     """
-    shapes, inverse = distinct(columns, operation.shape)
-    excess, outside = np.zeros(inverse.size), np.ones(inverse.size, dtype=bool)
-    for place, shape in enumerate(shapes):
-        known = ranges.get(shape)
-        if known is None:
-            continue
-        rows = np.flatnonzero(inverse == place)
-        outside[rows] = False
-        for name, (low, high) in known.items():
+    length = columns[operation.size[0]].size
+    excess, outside = np.zeros(length), np.ones(length, dtype=bool)
+    for shape, rows in rows_by(columns, operation.shape).items():
+        outside[rows] = shape not in ranges
+        for name, (low, high) in ranges.get(shape, {}).items():
             # Bytes between nodes go with all bytes, and routing inside the timed region is an accident of timing.
-            if name in operation.zero_allowed:
-                continue
-            value = columns[name][rows]
-            excess[rows] = np.maximum(excess[rows], np.log2(value / high))
-            outside[rows] |= (value < low) | (value > high)
+            if name not in operation.zero_allowed:
+                value = columns[name][rows]
+                excess[rows] = np.maximum(excess[rows], np.log2(value / high))
+                outside[rows] |= (value < low) | (value > high)
     return excess, outside
 
 
@@ -62,15 +59,7 @@ def known_families(operation: Operation, ranges: Ranges, columns: Columns) -> np
     names = [name for name in operation.family if name in operation.shape]
     places = [operation.shape.index(name) for name in names]
     families = {tuple(shape[place] for place in places) for shape in ranges}
-    shapes, inverse = distinct(columns, names)
-    return np.array([shape in families for shape in shapes], dtype=bool)[inverse]
-
-
-def distinct(columns: Columns, names: tuple[str, ...] | list[str]) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Return the distinct values of some features and every row's place among them."""
-    length = next(iter(columns.values())).size
-    if not names:
-        return [()], np.zeros(length, dtype=np.int64)
-    keys = np.stack([columns[name] for name in names], axis=1).astype(np.int64)
-    shapes, inverse = np.unique(keys, axis=0, return_inverse=True)
-    return [tuple(int(value) for value in shape) for shape in shapes], np.asarray(inverse).reshape(-1)
+    known = np.zeros(columns[operation.size[0]].size, dtype=bool)
+    for family, rows in rows_by(columns, names).items():
+        known[rows] = family in families
+    return known

@@ -17,7 +17,7 @@ end of the timed sizes answers change gradually (:data:`RAMP_OCTAVES`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,18 +25,17 @@ import numpy as np
 from costmodels.features import Columns, Operation
 from costmodels.learned.curves import Curves, fit_curves
 from costmodels.learned.smooth import Kernel, fit_kernel
-from costmodels.learned.trees import Trees, grow_pair, grow_trees
+from costmodels.learned.trees import ABSOLUTE, HUBER, Trees, grow_trees
 from costmodels.params import FitParams
 
 Mix = tuple[str, ...]
 """Names of members whose logs are averaged; none for physics alone."""
-MIXES: tuple[Mix, ...] = (
-    ("trees",), ("trees", "smooth"), ("trees", "curve"), ("trees", "smooth", "curve"), ("smooth",), ("smooth", "curve"),
-)  # fmt: skip
-SMOOTH: Mix = ("smooth",)
+TREES, SMOOTH, PAIR = ("trees",), ("smooth",), ("trees", "smooth")
+MIXES: tuple[Mix, ...] = (TREES, PAIR, ("trees", "curve"), ("trees", "smooth", "curve"), SMOOTH, ("smooth", "curve"))
+STEADY = ("between", "beyond", "unseen")
+"""Regimes off the measured curves."""
 SMOOTH_PRICE = 1.4
-"""A smooth residual is preferred up to this share of the best one's mean absolute log error on held-out rows."""
-PAIR: Mix = ("trees", "smooth")
+"""There a smooth residual is taken up to this share of the best one's mean absolute log error on held-out rows."""
 PAIR_PRICE = 1.05
 """With few rows held-out errors are too noisy to choose by: the mean of both is taken up to this share of the best."""
 RAMP_OCTAVES = 0.5
@@ -45,45 +44,52 @@ RAMP_OCTAVES = 0.5
 
 @dataclass(frozen=True)
 class Residual:
-    """Hold the members for known shapes, or those for unseen ones (which have no curves)."""
+    """Hold the members for known shapes, those for unseen ones (which have no curves), or those of a discrepancy."""
 
-    trees: Trees | None = None
+    scale: float | None = None
+    """One log ratio for everything."""
     smooth: Kernel | None = None
-    curves: Curves | None = None
+    trees: Trees | None = None
+    curve: Curves | None = None
 
-    def members(
-        self, operation: Operation, columns: Columns, derived: Columns, wanted: set[str]
-    ) -> dict[str, np.ndarray]:
-        """Return the log residual of each wanted member; NaN for rows on no curve."""
+    def members(self, operation: Operation, columns: Columns, derived: Columns) -> dict[str, np.ndarray]:
+        """Return the log residual of each member that was fitted; NaN for rows on no curve."""
         found = {}
-        if self.trees is not None and "trees" in wanted:
-            found["trees"] = self.trees.log_ratio(derived)
-        if self.smooth is not None and "smooth" in wanted:
+        if self.scale is not None:
+            found["scale"] = np.full(columns[operation.size[0]].size, self.scale)
+        if self.smooth is not None:
             found["smooth"] = self.smooth.log_ratio(derived)
-        if self.curves is not None and "curve" in wanted:
-            found["curve"] = self.curves.log_ratio(operation, columns)
+        if self.trees is not None:
+            found["trees"] = self.trees.log_ratio(derived)
+        if self.curve is not None:
+            found["curve"] = self.curve.log_ratio(operation, columns)
         return found
 
 
 def fit_residual(
-    operation: Operation, columns: Columns, target: np.ndarray, params: FitParams, unseen: bool, wanted: set[str]
+    operation: Operation, columns: Columns, target: np.ndarray, params: FitParams, unseen: bool, wanted: Collection[str]
 ) -> Residual:
     """Fit the wanted members to ``target``, the log of time over baseline; unseen shapes see dimensionless inputs."""
     derived = operation.derive(columns)
     names = operation.dimensionless if unseen else tuple(derived)
-    small = target.size < params.small_rows
-    trees = None
-    if "trees" in wanted:
-        # A few leaves more gain nothing from a second model.
-        trees = grow_trees(derived, names, target, params) if small else grow_pair(derived, names, target, params)
     return Residual(
-        trees=trees,
+        trees=grow_trees(derived, names, target, params, linear=True) if "trees" in wanted else None,
         smooth=fit_kernel(derived, names, target, params) if "smooth" in wanted else None,
-        curves=fit_curves(operation, columns, target) if "curve" in wanted and not unseen else None,
+        curve=fit_curves(operation, columns, target) if "curve" in wanted and not unseen else None,
     )
 
 
-def mean_of(members: Mapping[str, np.ndarray], mix: Mix, rows: int) -> np.ndarray:
+def fit_discrepancy(wanted: Collection[str], inputs: Columns, target: np.ndarray, params: FitParams) -> Residual:
+    """Fit some of ``scale``, ``smooth`` and ``trees`` to ``target``, what a prior leaves of the log of time."""
+    names, loss = tuple(inputs), ABSOLUTE if target.size < params.small_rows else HUBER
+    return Residual(
+        scale=float(np.median(target)) if "scale" in wanted else None,
+        smooth=fit_kernel(inputs, names, target, params) if "smooth" in wanted else None,
+        trees=grow_trees(inputs, names, target, params, loss=loss) if "trees" in wanted else None,
+    )
+
+
+def mean_of(members: Mapping[str, np.ndarray], mix: Collection[str], rows: int) -> np.ndarray:
     """Return the mean of a mix's members, row by row over those that answer; 0 where none does."""
     total, count = np.zeros(rows), np.zeros(rows)
     for name in mix:
@@ -98,24 +104,24 @@ def known_log_ratio(members: Mapping[str, np.ndarray], mixes: Mapping[str, Mix],
     """Return the log residual in known shapes; ``excess``: octaves above the timed sizes."""
     rows = excess.size
     on_curve = np.isfinite(members["curve"]) if "curve" in members else np.zeros(rows, dtype=bool)
-    inner = np.where(on_curve, *(mean_of(members, mixes.get(name, ()), rows) for name in ("measured", "between")))
-    outer = np.where(on_curve, *(mean_of(members, mixes.get(name, ()), rows) for name in ("larger", "beyond")))
+    means = {name: mean_of(members, mixes.get(name, ()), rows) for name in ("measured", "between", "larger", "beyond")}
+    inner = np.where(on_curve, means["measured"], means["between"])
+    outer = np.where(on_curve, means["larger"], means["beyond"])
     share = np.clip(excess / RAMP_OCTAVES, 0.0, 1.0)
     return np.asarray((1.0 - share) * inner + share * outer)
 
 
-def best_mix(members: Mapping[str, np.ndarray], true: np.ndarray, *, smooth: bool, small: bool) -> Mix:
-    """Return the mix with the least mean absolute log error; the smooth one within its price where asked for.
+def best_mix(members: Mapping[str, np.ndarray], true: np.ndarray, *, steady: bool, small: bool) -> Mix:
+    """Return the mix with the least mean absolute log error, or the preferred one within its price.
 
-    Few rows (``small``) are never left to trees alone, which follow noise; their default is the mean of trees and
-    Gaussian process.
+    ``steady``: off the measured curves, where the smooth residual is preferred. ``small``: few rows, which are never
+    left to trees alone, for they follow noise; the mean of trees and Gaussian process is preferred.
     """
     errors = {
         mix: float(np.abs(mean_of(members, mix, true.size) - true).mean())
         for mix in MIXES
-        if set(mix) <= set(members) and not (small and mix == ("trees",)) and not (smooth and "curve" in mix)
+        if set(mix) <= set(members) and not (small and mix == TREES) and not (steady and "curve" in mix)
     }
     best = min(errors, key=lambda mix: errors[mix])
-    if small:
-        return PAIR if errors.get(PAIR, np.inf) <= PAIR_PRICE * errors[best] else best
-    return SMOOTH if smooth and errors.get(SMOOTH, np.inf) <= SMOOTH_PRICE * errors[best] else best
+    preferred, price = (PAIR, PAIR_PRICE) if small else (SMOOTH, SMOOTH_PRICE) if steady else (best, 1.0)
+    return preferred if errors.get(preferred, np.inf) <= price * errors[best] else best

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ HUBER = 0.03
 PASSES = 2
 RIDGE_ROWS = 9000
 """Rows at most in the ridge regression, a sample: many times its centres are enough to average over noise."""
+CENTRES = 800
+"""Centres at most in the ridge regression."""
 LIKELIHOOD_ROWS = 120
 """Rows at most by which a Gaussian process chooses its hyper-parameters: each trial costs their cube."""
 CHUNK_ROWS = 4096
@@ -92,26 +95,19 @@ def fit_kernel(derived: Columns, names: tuple[str, ...], target: np.ndarray, par
     matrix = np.stack([derived[name] for name in names], axis=1)
     centre, spread = matrix.mean(axis=0), matrix.std(axis=0)
     scale = np.where(spread > 1e-9, spread, 1.0)
-    inputs = (matrix - centre) / scale
+    few = target.size < params.small_rows
+    some = np.random.default_rng(params.seed).permutation(target.size)[:RIDGE_ROWS]
     # One thread: the order of sums, and so the last bits, must not depend on the machine's load or settings.
     with threadpool_limits(1):
-        if target.size < params.small_rows:
-            return _gaussian_process(names, centre, scale, inputs, target, params.seed)
-        return _ridge(names, centre, scale, inputs, target, params)
+        fitted = (_gaussian_process if few else _ridge)((matrix - centre) / scale, target, some)
+    limits = float(target[some].min()), float(target[some].max())
+    return Kernel(names=names, radial=few, centre=centre, scale=scale, limits=limits, **fitted)
 
 
-def _limits(target: np.ndarray) -> tuple[float, float]:
-    return float(target.min()), float(target.max())
-
-
-def _ridge(
-    names: tuple[str, ...], centre: np.ndarray, scale: np.ndarray, inputs: np.ndarray, target: np.ndarray,
-    params: FitParams,
-) -> Kernel:  # fmt: skip
-    order = np.random.default_rng(params.seed).permutation(target.size)[:RIDGE_ROWS]
-    inputs, target = inputs[order], target[order]
+def _ridge(inputs: np.ndarray, target: np.ndarray, some: np.ndarray) -> dict[str, Any]:
+    inputs, target = inputs[some], target[some]
     _, first = np.unique(inputs, axis=0, return_index=True)
-    points = inputs[np.sort(first)[: params.kernel_points]]
+    points = inputs[np.sort(first)[:CENTRES]]
     design, between = _matern(inputs, points), _matern(points, points)
     ridge = RIDGE * target.size * (between + 0.01 * np.eye(len(points)))
     weight, solution = np.ones(target.size), np.zeros(len(points))
@@ -120,34 +116,30 @@ def _ridge(
         solution = np.linalg.solve(weighted.T @ design + ridge, weighted.T @ target)
         weight = 1.0 / np.maximum(1.0, np.abs(target - design @ solution) / HUBER)
     still = np.zeros(inputs.shape[1])
-    return Kernel(names, False, MATERN_LENGTH, centre, scale, points, solution, still, 0.0, _limits(target))
+    return {"length": MATERN_LENGTH, "points": points, "weights": solution, "slope": still, "offset": 0.0}
 
 
-def _gaussian_process(
-    names: tuple[str, ...], centre: np.ndarray, scale: np.ndarray, inputs: np.ndarray, target: np.ndarray, seed: int
-) -> Kernel:
+def _gaussian_process(inputs: np.ndarray, target: np.ndarray, some: np.ndarray) -> dict[str, Any]:
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct, WhiteKernel
 
-    kernel = (
-        ConstantKernel(0.01, (1e-5, 1.0)) * RBF(3.0, (0.3, 30.0))
-        + ConstantKernel(1e-3, (1e-7, 0.1)) * DotProduct(1.0, "fixed")
-        + WhiteKernel(1e-3, (1e-5, 0.1))
-    )
-    offset = float(np.median(target))
+    bell = ConstantKernel(0.01, (1e-5, 1.0)) * RBF(3.0, (0.3, 30.0))
+    line = ConstantKernel(1e-3, (1e-7, 0.1)) * DotProduct(1.0, "fixed")
+    some, offset = some[:LIKELIHOOD_ROWS], float(np.median(target))
     with warnings.catch_warnings():
         # A hyper-parameter at its bound only says that this part of the kernel is not needed.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        some = np.random.default_rng(seed).permutation(target.size)[:LIKELIHOOD_ROWS]
-        fitted = GaussianProcessRegressor(kernel, random_state=seed).fit(inputs[some], target[some] - offset).kernel_
-    bell, line = fitted.k1.k1, fitted.k1.k2
-    length, height, tilt = (float(f"{v:.6g}") for v in (
-        bell.k2.length_scale, bell.k1.constant_value, line.k1.constant_value))  # fmt: skip
-    noise = float(f"{fitted.k2.noise_level:.6g}")
+        process = GaussianProcessRegressor(bell + line + WhiteKernel(1e-3, (1e-5, 0.1)))
+        process.fit(inputs[some], target[some] - offset)
+    # In the order bell's height and length, line's tilt, noise.
+    height, length, tilt, noise = (float(f"{value:.6g}") for value in np.exp(process.kernel_.theta))
     covariance = height * _kernel(inputs, inputs, length, True) + tilt * (1.0 + inputs @ inputs.T)
     alpha = np.linalg.solve(covariance + noise * np.eye(len(inputs)), target - offset)
-    return Kernel(
-        names, True, length, centre, scale, inputs, height * alpha, tilt * (inputs.T @ alpha),
-        offset + tilt * float(alpha.sum()), _limits(target),
-    )  # fmt: skip
+    return {
+        "length": length,
+        "points": inputs,
+        "weights": height * alpha,
+        "slope": tilt * (inputs.T @ alpha),
+        "offset": offset + tilt * float(alpha.sum()),
+    }

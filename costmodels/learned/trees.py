@@ -15,8 +15,13 @@ import numpy as np
 from costmodels.features import Columns
 from costmodels.params import FitParams
 
+ABSOLUTE = {"objective": "l1"}
+HUBER = {"objective": "huber", "alpha": 0.2}
+LINEAR_TREES = 80
 LEAST_LINEAR_ROWS = 300
 """Below this, leaves are too small for a slope of their own."""
+UNUSED = ("leaf_weight=", "leaf_count=", "internal_value=", "internal_weight=", "internal_count=", "tree_sizes=")
+"""Lines of LightGBM's text that no prediction reads: statistics, and sizes in bytes that would have to agree."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +52,22 @@ class Trees:
 
 
 def grow_trees(
-    derived: Columns, names: tuple[str, ...], target: np.ndarray, params: FitParams, unseen: bool = False
+    derived: Columns,
+    names: tuple[str, ...],
+    target: np.ndarray,
+    params: FitParams,
+    *,
+    loss: dict[str, Any] = ABSOLUTE,
+    linear: bool = False,
 ) -> Trees:
-    """Fit constant leaves to ``target`` (a log): by absolute error in known shapes, by Huber's loss in unseen ones."""
-    trees = 60 if target.size < params.small_rows else (params.unseen_trees if unseen else params.num_trees)
-    loss = {"objective": "huber", "alpha": 0.2} if unseen else {"objective": "l1"}
+    """Fit ``target`` (a log) by constant leaves; with many rows, by ``linear`` leaves beside them if asked for."""
     # What is used is what a file holds: predictions before saving equal those after loading to the bit.
-    return Trees(names, _grow(derived, names, target, params, trees, loss))
-
-
-def grow_pair(derived: Columns, names: tuple[str, ...], target: np.ndarray, params: FitParams) -> Trees:
-    """Fit constant and linear leaves to ``target`` (a log); constant ones alone where rows are few."""
-    flat = grow_trees(derived, names, target, params)
-    if target.size < max(LEAST_LINEAR_ROWS, params.small_rows):
-        return flat
-    loss = {"objective": "huber", "alpha": 0.2, "linear_tree": True, "linear_lambda": 1.0}
-    text = _grow(derived, names, target, params, params.linear_trees, loss)
-    return Trees(names, flat.text, text, (float(target.min()), float(target.max())))
+    text = _grow(derived, names, target, params, params.num_trees, loss)
+    if not linear or target.size < max(LEAST_LINEAR_ROWS, params.small_rows):
+        return Trees(names, text)
+    sloped = {**HUBER, "linear_tree": True, "linear_lambda": 1.0}
+    linear_text = _grow(derived, names, target, params, LINEAR_TREES, sloped)
+    return Trees(names, text, linear_text, (float(target.min()), float(target.max())))
 
 
 def _grow(
@@ -72,7 +76,7 @@ def _grow(
     import lightgbm
 
     rows, small = target.size, target.size < params.small_rows
-    settings: dict[str, Any] = {
+    settings = {
         **loss,
         "num_leaves": min(8 if small else params.num_leaves, max(2, rows // 4)),
         "learning_rate": params.learning_rate / 2 if small else params.learning_rate,
@@ -87,16 +91,6 @@ def _grow(
         "verbosity": -1,
     }
     matrix = np.stack([derived[name] for name in names], axis=1)
-    data = lightgbm.Dataset(
-        matrix, target, feature_name=list(names),
-        params={"verbosity": -1, "num_threads": 1, "linear_tree": bool(loss.get("linear_tree", False))},
-    )  # fmt: skip
-    return _slim(str(lightgbm.train(settings, data, trees).model_to_string()))
-
-
-UNUSED = ("leaf_weight=", "leaf_count=", "internal_value=", "internal_weight=", "internal_count=", "tree_sizes=")
-
-
-def _slim(text: str) -> str:
-    """Drop what no prediction reads: statistics of nodes, and the byte sizes that would have to agree with the rest."""
+    data = lightgbm.Dataset(matrix, target, feature_name=list(names), params=settings)
+    text = str(lightgbm.train(settings, data, 60 if small else trees).model_to_string())
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(UNUSED))

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, size_of
+from costmodels.features import Columns, Operation, size_of, take
 from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.ranges import excess_octaves, shape_ranges
-from costmodels.learned.residual import Mix, best_mix, fit_residual, known_log_ratio, mean_of
+from costmodels.learned.residual import STEADY, Mix, best_mix, fit_residual, known_log_ratio, mean_of
 from costmodels.learned.trees import grow_trees
 from costmodels.params import FitParams
 
@@ -28,6 +28,9 @@ BINS_PER_OCTAVE = 4
 GAIN_NEEDED = 0.98
 """A model is better than its baseline where its mean absolute log error is below this share of the baseline's."""
 SIZES, SHAPES, LARGEST = "unseen sizes", "unseen shapes", "largest sizes"
+REGIMES = {SIZES: ("measured", "between"), LARGEST: ("larger", "beyond"), SHAPES: ("unseen",)}
+"""Regimes whose mix each split chooses; its own errors are those of the first."""
+MEMBERS = ("trees", "smooth", "curve")
 LARGEST_GROUPS = 3
 SMALLER_GROUPS = 3
 """The largest sizes are predicted from at least so many groups of smaller ones."""
@@ -134,52 +137,34 @@ def hold_out(
     fold = held_out_folds(operation, columns, split, params.folds)
     if fold is None:
         return None
-    unseen = split == SHAPES
-    wanted = {"trees", "smooth"} if unseen else {"trees", "smooth", "curve"}
-    found: dict[str, np.ndarray] = {
-        name: np.full(time_us.size, np.nan) for name in ("baseline", "excess", "outside", *wanted)
-    }
-    alone_us = np.full(time_us.size, np.nan)
+    found = {name: np.full(time_us.size, np.nan) for name in ("baseline", "excess", "outside", "alone", *MEMBERS)}
     for k in range(int(fold.max()) + 1):
         train, test = fold != k, fold == k
-        inner = {name: column[train] for name, column in columns.items()}
-        asked = {name: column[test] for name, column in columns.items()}
-        parameters = fit_baseline(operation, inner, time_us[train], params, start)
-        found["baseline"][test] = operation.baseline(asked, parameters)
-        found["excess"][test], found["outside"][test] = excess_octaves(operation, shape_ranges(operation, inner), asked)
-        target = np.log(time_us[train] / operation.baseline(inner, parameters))
-        residual = fit_residual(operation, inner, target, params, unseen, wanted)
-        derived = operation.derive(asked)
-        for name, values in residual.members(operation, asked, derived, wanted).items():
-            found[name][test] = values
+        inner, asked, inner_us = take(columns, train), take(columns, test), time_us[train]
+        parameters = fit_baseline(operation, inner, inner_us, params, start)
+        target = np.log(inner_us / operation.baseline(inner, parameters))
+        residual = fit_residual(operation, inner, target, params, split == SHAPES, MEMBERS)
+        derived, excess = operation.derive(asked), excess_octaves(operation, shape_ranges(operation, inner), asked)
+        answers = residual.members(operation, asked, derived)
+        answers |= {"baseline": operation.baseline(asked, parameters), "excess": excess[0], "outside": excess[1]}
         if alone:
-            trees = grow_trees(operation.derive(inner), tuple(derived), np.log(time_us[train]), params)
-            alone_us[test] = np.exp(trees.log_ratio(derived))
-    return _judged(split, found, time_us, alone_us if alone else None, fold >= 0, params)
-
-
-def _judged(
-    split: str, found: dict[str, np.ndarray], time_us: np.ndarray, alone_us: np.ndarray | None, kept: np.ndarray,
-    params: FitParams,
-) -> HeldOut:  # fmt: skip
-    found = {name: values[kept] for name, values in found.items()}
-    time_us, baseline_us, excess = time_us[kept], found.pop("baseline"), found.pop("excess")
-    inner = found.pop("outside") == 0
-    members = {name: values for name, values in found.items() if np.isfinite(values).any()}
-    true, small = np.log(time_us / baseline_us), time_us.size < params.small_rows
+            trees = grow_trees(operation.derive(inner), tuple(derived), np.log(inner_us), params)
+            answers["alone"] = np.exp(trees.log_ratio(derived))
+        for name, values in answers.items():
+            found[name][test] = values
+    found, time_us = take(found, fold >= 0), time_us[fold >= 0]
+    members = {name: found[name] for name in MEMBERS if np.isfinite(found[name]).any()}
+    true, baseline_us = np.log(time_us / found["baseline"]), found["baseline"]
     # Edge groups lie beyond what their fold was fitted to: they do not say what is best inside.
-    judged = inner if split == SIZES and inner.any() else np.ones(true.size, dtype=bool)
-    inside = {name: values[judged] for name, values in members.items()}
-    best = best_mix(inside, true[judged], smooth=False, small=small)
-    steady = best_mix(inside, true[judged], smooth=True, small=small)
-    names = {SIZES: ("measured", "between"), LARGEST: ("larger", "beyond"), SHAPES: ("", "unseen")}[split]
-    mixes = {name: mix for name, mix in zip(names, (best, steady), strict=True) if name}
-    model = mean_of(members, steady if split == SHAPES else best, true.size)
+    judged = found["outside"] == 0
+    if split != SIZES or not judged.any():
+        judged = np.ones(true.size, dtype=bool)
+    inside, small = take(members, judged), time_us.size < params.small_rows
+    mixes = {name: best_mix(inside, true[judged], steady=name in STEADY, small=small) for name in REGIMES[split]}
+    model_us = baseline_us * np.exp(mean_of(members, mixes[REGIMES[split][0]], true.size))
     curve_us = baseline_us * np.exp(members["curve"]) if "curve" in members else None
-    alone_us = None if alone_us is None else alone_us[kept]
-    return HeldOut(
-        split, time_us, baseline_us, baseline_us * np.exp(model), alone_us, curve_us, members, excess, mixes
-    )  # fmt: skip
+    alone_us = found["alone"] if alone else None
+    return HeldOut(split, time_us, baseline_us, model_us, alone_us, curve_us, members, found["excess"], mixes)
 
 
 def with_mixes(held_out: HeldOut, mixes: dict[str, Mix]) -> HeldOut:

@@ -1,22 +1,23 @@
-"""Causal attention core, softmax(Q K^T) V, of one microbatch on one rank: grouped-query, latent, sliding window.
+"""Attention cores of one microbatch on one rank: causal softmax(Q K^T) V, and the gated delta rule of linear layers.
 
-Baseline: launch floor + the longest chain of key blocks one thread block walks + arithmetic over the scores that are
-computed (slower where the kernel runs long enough to meet the power limit) + a fixed cost per tile of queries +
-token-proportional work (queries, keys, values and output moved, caches written). Times add up as in Brent's bound: a
-greedy schedule takes at most its work over the processors plus its longest chain.
+Softmax attention (grouped-query, latent, sliding window): launch floor + the longest chain of key blocks one thread
+block walks + arithmetic over the scores that are computed (slower where the kernel runs long enough to meet the power
+limit) + a fixed cost per tile of queries + token-proportional work (queries, keys, values and output moved, caches
+written). Times add up as in Brent's bound: a greedy schedule takes at most its work over the processors plus its
+longest chain. What kernels do is visible in the measurements and is built in: heads of 64 and latent heads use query
+tiles of 64; wide key tiles make small heads compute more scores than the mask needs, and a window's edges cost like
+keys; beyond 1024 tokens of one sequence the token-proportional kernel cannot spread it over the device.
 
-What kernels do is visible in the measurements and is built in: heads of 64 and latent heads use query tiles of 64;
-wide key tiles make small heads compute more scores than the mask needs, and a window's edges cost like keys; beyond
-1024 tokens of one sequence the token-proportional kernel cannot spread it over the device.
+Linear attention: launch floor + the chain of chunks of the longest sequence, each waiting for the one before +
+arithmetic, which grows with tokens alone; the last chunk of a sequence is half empty on average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from costmodels.features import Columns, Operation, Parameter, smooth_max
+from costmodels.features import Columns, Operation, Parameter, Parameters, smooth_max
+from profiler.cases.operations import CHUNK_TOKENS
 
 QUERY_TILE = 128
 SMALL_HEAD = 64
@@ -57,11 +58,11 @@ def _width(c: Columns) -> np.ndarray:
     return (c["qk_head_dim"] + c["v_head_dim"]) / 256.0
 
 
-def _floor(c: Columns, p: Mapping[str, float]) -> np.ndarray:
+def _floor(c: Columns, p: Parameters) -> np.ndarray:
     return p["floor_us"] * _width(c) ** HEAD_POWER
 
 
-def _baseline(c: Columns, p: Mapping[str, float]) -> np.ndarray:
+def _baseline(c: Columns, p: Parameters) -> np.ndarray:
     heads, tokens, length, dims = c["num_heads"], c["tokens"], c["max_length"], c["qk_head_dim"] + c["v_head_dim"]
     small, latent = c["v_head_dim"] <= SMALL_HEAD, _is_latent(c)
     reach = _reach(c)
@@ -105,6 +106,11 @@ def _derive(c: Columns) -> Columns:
     }
 
 
+def _evenness(c: Columns) -> tuple[np.ndarray, ...]:
+    # Eight times: sequences may be a twentieth shorter than the longest one on average.
+    return (8.0 * np.log(c["tokens"] / c["num_sequences"] / c["max_length"]),)
+
+
 ATTENTION = Operation(
     name="attention",
     features={
@@ -145,4 +151,54 @@ ATTENTION = Operation(
     dimensionless=("log_length", "log_sequences", "group", "head_dims", "window_share", "log_blocks", "log_work",
                    "padding", "log_reach", "log_head_tokens", "mean_share"),
     zero_allowed=frozenset({"window"}),
+    curve=("num_sequences",),
+    settings=_evenness,
 )  # fmt: skip
+
+
+def _linear_baseline(c: Columns, p: Parameters) -> np.ndarray:
+    key, value = c["qk_head_dim"], c["v_head_dim"]
+    computed = c["tokens"] + c["num_sequences"] * CHUNK_TOKENS / 2.0
+    flops = 2.0 * CHUNK_TOKENS * (3.0 * key + 2.0 * value) + 6.0 * key * value
+    chain = p["chunk_us"] * c["max_length"] / CHUNK_TOKENS
+    return p["floor_us"] + chain + computed * c["num_heads"] * flops / (p["compute_tflops"] * 1e6)
+
+
+def _linear_derive(c: Columns) -> Columns:
+    return {
+        "log_tokens": np.log(c["tokens"]),
+        "log_length": np.log(c["max_length"]),
+        "log_sequences": np.log(c["num_sequences"]),
+        "mean_share": c["tokens"] / c["num_sequences"] / c["max_length"],
+        "log_heads": np.log(c["num_heads"]),
+        "log_head_tokens": np.log(c["tokens"] * c["num_heads"]),
+        "group": np.log(c["num_heads"] / c["num_kv_heads"]),
+        "head_dims": c["qk_head_dim"] + c["v_head_dim"],
+    }
+
+
+LINEAR_ATTENTION = Operation(
+    name="linear_attention",
+    features={
+        "tokens": "tokens of the microbatch",
+        "num_sequences": "sequences packed together",
+        "max_length": "tokens of the longest sequence",
+        "num_heads": "value heads on this rank",
+        "num_kv_heads": "query and key heads on this rank",
+        "qk_head_dim": "elements of a query or key head",
+        "v_head_dim": "elements of a value head",
+    },
+    shape=("num_heads", "num_kv_heads", "qk_head_dim", "v_head_dim"),
+    family=("num_heads", "num_kv_heads", "qk_head_dim", "v_head_dim"),
+    size=("tokens",),
+    parameters={
+        "floor_us": Parameter(60.0, "us"),
+        "chunk_us": Parameter(1.0, "us per chunk of the longest sequence"),
+        "compute_tflops": Parameter(150.0, "TFLOP/s", -1),
+    },
+    baseline=_linear_baseline,
+    derive=_linear_derive,
+    dimensionless=("log_tokens", "log_length", "log_sequences", "mean_share", "log_head_tokens", "group"),
+    curve=("num_sequences",),
+    settings=_evenness,
+)

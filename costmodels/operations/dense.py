@@ -5,19 +5,17 @@ Baseline: launch floor + smooth maximum of (arithmetic on padded tiles, one tile
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from costmodels.features import Columns, Operation, Parameter, smooth_max, tiles
+from costmodels.features import Columns, Operation, Parameter, Parameters, smooth_max
 
 ELEMENT_BYTES = 2.0
 
 
-def _baseline(c: Columns, p: Mapping[str, float]) -> np.ndarray:
+def _baseline(c: Columns, p: Parameters) -> np.ndarray:
     tokens, n, k = c["tokens"], c["n"], c["k"]
     # A share: beyond 1 a fuller tile would be cheaper than an emptier one.
-    padded = tokens + np.minimum(p["padding_share"], 1.0) * (tiles(tokens, 64) - tokens)
+    padded = tokens + np.minimum(p["padding_share"], 1.0) * (np.ceil(tokens / 64.0) * 64.0 - tokens)
     flops = 2.0 * padded * (n + p["narrow_n"]) * (k + p["narrow_k"])
     # A grid of output tiles fills the device in whole waves; on average half a wave of multiprocessors idles.
     idle = 2.0 * 128.0 * 128.0 * p["idle_tiles"] * (k + p["narrow_k"])
@@ -63,7 +61,7 @@ DENSE = Operation(
     },
     baseline=_baseline,
     derive=_derive,
-    floor=lambda c, p: np.full_like(c["tokens"], p["floor_us"]),
     dimensionless=("padding", "log_blocks", "log_intensity", "log_work", "log_outputs", "log_weights", "aspect",
                    "log_tokens"),
+    curve=("n", "k"),
 )  # fmt: skip

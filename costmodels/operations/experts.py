@@ -1,25 +1,30 @@
-"""Grouped expert GEMMs (gate, up, SwiGLU, down) of one expert-parallel rank.
+"""Choosing experts, and their grouped GEMMs (gate, up, SwiGLU, down), on one expert-parallel rank.
 
-Baseline: launch floor + smooth maximum of (reading the active experts' weights and arithmetic on tiles of rows, one
+Experts: launch floor + smooth maximum of (reading the active experts' weights and arithmetic on tiles of rows, one
 tile's serial time) + rows gathered, scattered and activated, but never faster than the power limit allows + routing
 work over the tokens seen inside the timed region. Reading and arithmetic add up: experts with few rows wait for their
 weights while hot ones compute. An expert's first tile costs less where it is not full (kernels choose smaller tiles).
+
+Router (choosing experts, permuting rows into expert order and back): launch floor + arithmetic of the logits + bytes of
+gathered and summed rows and of scores. It has few parameters, for a profile holds few rows of it, all of one model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from costmodels.features import Columns, Operation, Parameter, smooth_max
+from costmodels.features import Columns, Operation, Parameter, Parameters, smooth_max
 from profiler.cases.operations import TILE_ROWS
 
 ELEMENT_BYTES = 2.0
 FUSED_EXPERTS = 128
+ROW_ACCESSES = 4.0
+"""Times the router writes or reads a row in expert order: gathered, and summed back."""
+SCORE_ACCESSES = 6.0
+"""Times it does a score: logits, softmax and top-k, in 32 bits."""
 
 
-def _baseline(c: Columns, p: Mapping[str, float]) -> np.ndarray:
+def _baseline(c: Columns, p: Parameters) -> np.ndarray:
     hidden, inter, rows, active = c["hidden_size"], c["inter_size"], c["rows"], c["active_experts"]
     # An exponent of at most 1: beyond, rows spread over more experts would be computed faster.
     fill = np.minimum(rows / active / TILE_ROWS, 1.0) ** np.minimum(p["fill_power"], 1.0)
@@ -35,7 +40,7 @@ def _baseline(c: Columns, p: Mapping[str, float]) -> np.ndarray:
     return _floor(c, p) + smooth_max(burst, sustained, sharpness=8.0) + _routing(c, p)
 
 
-def _routing(c: Columns, p: Mapping[str, float]) -> np.ndarray:
+def _routing(c: Columns, p: Parameters) -> np.ndarray:
     """Microseconds of choosing experts, permuting and finalizing, where the timed region holds them."""
     tokens, experts = c["router_tokens"], c["num_experts"]
     # Fused routing kernels end at 128 experts; beyond, separate kernels sort every token over all experts.
@@ -44,7 +49,7 @@ def _routing(c: Columns, p: Mapping[str, float]) -> np.ndarray:
     return tokens * per_token / 1e3 + np.where(tokens > 0, unfused * p["unfused_us"], 0.0)
 
 
-def _floor(c: Columns, p: Mapping[str, float]) -> np.ndarray:
+def _floor(c: Columns, p: Parameters) -> np.ndarray:
     return p["floor_us"] + p["hidden_us"] * c["hidden_size"] / 1024.0 + p["expert_us"] * c["local_experts"]
 
 
@@ -70,6 +75,12 @@ def _derive(c: Columns) -> Columns:
         "log_intensity": np.log(rows * hidden * inter / (active * hidden * inter + rows * (hidden + inter))),
         "log_weight_bytes": np.log(active * hidden * inter),
     }
+
+
+def _settings(c: Columns) -> tuple[np.ndarray, ...]:
+    tokens = np.where(c["router_tokens"] > 0, c["router_tokens"], np.nan)
+    # Without routing in the timed region no row lies on a curve that was timed with it.
+    return np.log(c["rows"] / tokens), np.log(c["max_rows"] / c["rows"])
 
 
 EXPERTS = Operation(
@@ -119,4 +130,43 @@ EXPERTS = Operation(
         "ranks",
     ),
     zero_allowed=frozenset({"router_tokens"}),
+    settings=_settings,
+)
+
+
+def _router_baseline(c: Columns, p: Parameters) -> np.ndarray:
+    tokens, hidden, experts = c["tokens"], c["hidden_size"], c["num_experts"]
+    compute = 2.0 * tokens * hidden * experts / (p["compute_tflops"] * 1e6)
+    elements = hidden * (2.0 + ROW_ACCESSES * c["top_k"]) + 2.0 * SCORE_ACCESSES * experts
+    return p["floor_us"] + compute + ELEMENT_BYTES * tokens * elements / (p["memory_gbps"] * 1e3)
+
+
+def _router_derive(c: Columns) -> Columns:
+    return {
+        "log_tokens": np.log(c["tokens"]),
+        "log_rows": np.log(c["tokens"] * c["top_k"]),
+        "log_scores": np.log(c["tokens"] * c["num_experts"]),
+        "log_hidden": np.log(c["hidden_size"]),
+    }
+
+
+ROUTER = Operation(
+    name="router",
+    features={
+        "tokens": "tokens of one rank",
+        "hidden_size": "elements",
+        "num_experts": "experts of the layer",
+        "top_k": "experts of one token",
+    },
+    shape=("hidden_size", "num_experts", "top_k"),
+    family=("hidden_size", "num_experts", "top_k"),
+    size=("tokens",),
+    parameters={
+        "floor_us": Parameter(40.0, "us"),
+        "compute_tflops": Parameter(400.0, "TFLOP/s", -1),
+        "memory_gbps": Parameter(2000.0, "GB/s", -1),
+    },
+    baseline=_router_baseline,
+    derive=_router_derive,
+    dimensionless=("log_tokens", "log_rows", "log_scores"),
 )

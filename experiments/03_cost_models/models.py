@@ -26,9 +26,7 @@ def topology(slots: int = 8, ranks: int = 8) -> Topology:
 
 def fit_params(*, quick: bool) -> FitParams:
     """Return the library's defaults, or ones that take seconds."""
-    return (
-        FitParams(num_trees=60, unseen_trees=40, linear_trees=30, kernel_points=100, folds=3) if quick else FitParams()
-    )
+    return FitParams(num_trees=60, folds=3) if quick else FitParams()
 
 
 class Clock(Observer):

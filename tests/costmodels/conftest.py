@@ -168,7 +168,7 @@ def synthetic_measurements(
     return Measurements.from_rows(rows, meta)
 
 
-FAST = FitParams(num_trees=80, unseen_trees=40, folds=3)
+FAST = FitParams(num_trees=80, folds=3)
 
 
 @pytest.fixture(scope="session")

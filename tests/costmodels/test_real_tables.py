@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not TABLES.is_dir(), reason="shared/data/gpu-tim
 @pytest.fixture(scope="module")
 def h200():
     topology = Topology(data_parallel_size=8, expert_model_parallel_size=8)
-    params = FitParams(num_trees=150, unseen_trees=80, folds=3)
+    params = FitParams(num_trees=150, folds=3)
     return fit_cost_model(import_published(TABLES), load_model("Qwen3-30B-A3B"), topology, CAP, params)
 
 

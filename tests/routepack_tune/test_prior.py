@@ -18,7 +18,7 @@ CONFIG = """
 model: tiny.json
 topology: {data_parallel_size: 2, expert_model_parallel_size: 2}
 max_tokens_per_microbatch: 256
-fit: {num_trees: 40, unseen_trees: 20, folds: 3}
+fit: {num_trees: 40, folds: 3}
 """
 SOURCE = DeviceFingerprint("cuda", "synthetic", "sm_0", "Old", 1, 1, "", 8, {}, "measured")
 TARGET = dataclasses.replace(SOURCE, name="New")

@@ -12,7 +12,8 @@ from costmodels.choose import choose_points
 from costmodels.fit import fit_operation
 from costmodels.fit_prior import add_prior
 from costmodels.learned.files import load_model, save_model
-from costmodels.learned.prior import PRIOR_RESIDUAL, TransferredModel, fit_discrepancy
+from costmodels.learned.prior import PRIOR_RESIDUAL, TransferredModel
+from costmodels.learned.residual import fit_discrepancy, mean_of
 from costmodels.operations.catalog import OPERATIONS
 from profiler import RoutePackError, Topology
 
@@ -213,13 +214,16 @@ def test_planning_needs_no_learning_library(transferred, folder):
     assert done.stdout.strip() == "[]"
 
 
-def test_the_discrepancy_is_the_mean_of_its_parts(synthetic):
-    rng = np.random.default_rng(0)
-    inputs = {"a": rng.normal(size=40), PRIOR_RESIDUAL: rng.normal(size=40)}
+def test_the_discrepancy_is_the_mean_of_its_parts(synthetic, new_gpu):
+    columns = take(features_of(new_gpu), np.arange(40))
+    inputs = {"a": np.random.default_rng(0).normal(size=40), PRIOR_RESIDUAL: np.zeros(40)}
     target = 0.1 + 0.05 * inputs["a"]
-    parts = {name: fit_discrepancy((name,), inputs, target, synthetic.fast) for name in ("scale", "gaussian", "trees")}
-    together = fit_discrepancy(("scale", "gaussian", "trees"), inputs, target, synthetic.fast)
-    mean = np.mean([part.log_ratio(inputs) for part in parts.values()], axis=0)
-    assert np.allclose(together.log_ratio(inputs), mean, rtol=0, atol=1e-12)
-    assert not fit_discrepancy((), inputs, target, synthetic.fast).log_ratio(inputs).any()
-    assert np.allclose(parts["gaussian"].log_ratio(inputs), target, atol=0.02)
+
+    def answer(*wanted):
+        members = fit_discrepancy(wanted, inputs, target, synthetic.fast).members(OP, columns, inputs)
+        return mean_of(members, members, 40)
+
+    mean = np.mean([answer("scale"), answer("smooth"), answer("trees")], axis=0)
+    assert np.allclose(answer("scale", "smooth", "trees"), mean, rtol=0, atol=1e-12)
+    assert not answer().any()
+    assert np.allclose(answer("smooth"), target, atol=0.02)

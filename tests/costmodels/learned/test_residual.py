@@ -8,7 +8,7 @@ import pytest
 from costmodels import CostModel, FitParams, fit_cost_model
 from costmodels.learned.intervals import calibrate, conformal_quantile, coverage
 from costmodels.learned.residual import SMOOTH_PRICE, best_mix, known_log_ratio, mean_of
-from costmodels.learned.trees import grow_pair
+from costmodels.learned.trees import grow_trees
 from costmodels.learned.validation import LARGEST, held_out_folds, size_groups
 from profiler import Topology
 
@@ -32,18 +32,18 @@ def test_the_smooth_residual_is_preferred_within_its_price_and_off_curves_alone(
     true = np.zeros(100)
     for trees, smooth, wanted in ((0.10, 0.99 * SMOOTH_PRICE * 0.10, ("smooth",)), (0.10, 0.2, ("trees",))):
         members = {"trees": np.full(100, trees), "smooth": np.full(100, smooth)}
-        assert best_mix(members, true, smooth=True, small=False) == wanted
-        assert best_mix(members, true, smooth=False, small=False) == ("trees",)
+        assert best_mix(members, true, steady=True, small=False) == wanted
+        assert best_mix(members, true, steady=False, small=False) == ("trees",)
 
 
 def test_few_rows_are_never_left_to_trees_alone():
     members = {"trees": np.zeros(20), "smooth": np.full(20, 0.2)}
-    assert best_mix(members, np.zeros(20), smooth=False, small=True) == ("trees", "smooth")
+    assert best_mix(members, np.zeros(20), steady=False, small=True) == ("trees", "smooth")
 
 
 def test_linear_leaves_cannot_run_away():
     x = np.random.default_rng(0).uniform(0, 1, 1000)
-    trees = grow_pair({"x": x}, ("x",), x, FitParams(num_trees=50))
+    trees = grow_trees({"x": x}, ("x",), x, FitParams(num_trees=50), linear=True)
     assert trees.linear_text
     assert trees.log_ratio({"x": np.array([1e3, -1e3])}) == pytest.approx([1.0, 0.0], abs=0.02)
 

@@ -43,7 +43,7 @@ CONFIG = """
 model: tiny.json
 topology: {data_parallel_size: 2, expert_model_parallel_size: 2}
 max_tokens_per_microbatch: 256
-fit: {num_trees: 40, unseen_trees: 20, folds: 3}
+fit: {num_trees: 40, folds: 3}
 """
 
 
