@@ -25,7 +25,7 @@ AMPLE = 200
 
 def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
     """Return the kernels' constants for a placement (rank of each expert, [L, E])."""
-    topology, tables = problem.topology, problem.tables
+    topology, tables, (cap, over_cap_ns) = problem.topology, problem.tables, problem.receive_wall
     order = np.argsort(problem.lengths, kind="stable")
     nothing = np.zeros((1, problem.sequence_ns.shape[1]), np.int64)
     return PackCosts(
@@ -36,12 +36,17 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
         cell_ns=problem.cell_ns,
         exchange_ns=problem.exchange_ns,
         layer_ns=np.concatenate([problem.expert_ns + problem.exchange_ns, problem.expert_ns]),
-        scalars=np.array(
-            [tables.tokens_shift, tables.rows_shift, problem.top_k * topology.blocks_per_slot,
-             topology.ranks_per_slot, topology.slots_per_block, problem.blocks_per_unit,
-             problem.num_blocks // problem.blocks_per_unit, tables.row_fixed_ns, *problem.receive_wall], np.int64
-        ),
-    )  # fmt: skip
+        tokens_shift=tables.tokens_shift,
+        rows_shift=tables.rows_shift,
+        sent_num=problem.top_k * topology.blocks_per_slot,
+        sent_den=topology.ranks_per_slot,
+        group_cells=topology.slots_per_block,
+        unit_groups=problem.blocks_per_unit,
+        blocks=problem.num_blocks // problem.blocks_per_unit,
+        fixed_ns=tables.row_fixed_ns,
+        cap=cap,
+        over_cap_ns=over_cap_ns,
+    )
 
 
 def _narrow(loads: np.ndarray) -> np.ndarray:
