@@ -6,7 +6,6 @@ from search.baselines.catalog import (
     SEARCH_BASELINES,
     SHOWN_BASELINES,
     price_baseline,
-    price_search_baseline,
 )
 from search.bounds import lower_bound_ns
 from search.evaluate import Evaluation, balanced_ns, evaluate
@@ -52,6 +51,5 @@ __all__ = [
     "lower_bound_ns",
     "plan_step",
     "price_baseline",
-    "price_search_baseline",
     "run_study",
 ]

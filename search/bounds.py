@@ -66,8 +66,8 @@ def _experts_bound(problem: Problem, units: np.ndarray) -> np.ndarray:
 def _attention_bound(problem: Problem, minorants: list[np.ndarray], units: int, *, exact: bool) -> float:
     """Return the bound on the sum over units and classes of the slowest cell, from the mean cell alone or ``exact``.
 
-    The dense part is replaced by the line that touches its convex minorant at the mean cell, so that a cell costs a
-    constant plus a weight per sample.
+    The line that touches the dense part's convex minorant at the mean cell makes a cell cost a constant plus a weight
+    per sample.
     """
     per_unit = problem.num_slots // problem.num_blocks
     step = 1 << problem.tables.tokens_shift
@@ -77,10 +77,8 @@ def _attention_bound(problem: Problem, minorants: list[np.ndarray], units: int, 
         slope = (minorant[node + 1] - minorant[node]) / step
         total += units * (minorant[node] - slope * node * step)
         weights = problem.sequence_ns[:, c] + slope * problem.lengths
-        if exact:
-            total += _weights_bound(weights, problem.lengths, problem.max_tokens, per_unit)
-        else:
-            total += float(weights.sum()) / per_unit
+        mean = float(weights.sum()) / per_unit
+        total += _weights_bound(weights, problem.lengths, problem.max_tokens, per_unit) if exact else mean
     return total
 
 

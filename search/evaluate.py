@@ -45,12 +45,6 @@ class Evaluation:
         """Time of the slowest block over all layers."""
         return int(self.block_ns.max())
 
-    @property
-    def objective(self) -> tuple[int, int]:
-        """What plans are compared by: the slowest block, then the sum over blocks."""
-        blocks = self.block_ns
-        return int(blocks.max()), int(blocks.sum())
-
     def step_time(self) -> StepTime:
         """Return seconds of wall time with the parts of the slowest block."""
         block = int(np.argmax(self.block_ns))
@@ -69,9 +63,8 @@ def evaluate(
 ) -> Evaluation:
     """Return the cost of a packing and placement, computed from scratch."""
     slots, blocks = problem.num_slots, problem.num_blocks
-    cell = row_N * slots + slot_N
-    cells = num_rows * slots
-    tokens = np.bincount(cell, weights=problem.lengths, minlength=cells).astype(np.int64)
+    cell, cells = row_N * slots + slot_N, num_rows * slots
+    tokens = problem.cell_tokens(cell, num_rows)
     core = np.zeros((cells, problem.sequence_ns.shape[1]), np.int64)
     np.add.at(core, cell, problem.sequence_ns)
     per_cell = core + np.stack([lookup_many_ns(t, problem.tables.tokens_shift, tokens) for t in problem.cell_ns], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 
@@ -58,27 +59,21 @@ class PlannerParams:
     """EP ranks of one node: the first placement balances nodes before ranks; 0 where it does not matter."""
 
     def __post_init__(self) -> None:
-        at_least = {"max_iterations": 1, "starts": 1, "alternations": 1, "extra_rows": 0, "placement_swaps": 0,
-                    "hot_temperature": 0, "cold_temperature": 0, "placement_temperature": 0, "horizon_steps": 0,
-                    "stickiness": 0, "link_gbytes_per_s": 0, "sequence_alignment": 1,
-                    "max_received_rows": 0, "ranks_per_node": 0}  # fmt: skip
-        for name, least in at_least.items():
-            if not least <= getattr(self, name) < float("inf"):
-                raise ValueError(f"Expected {name} >= {least} and finite, got {getattr(self, name)}.")
-        for name in ("relocate_share", "similar_share", "within_share", "two_share", "cell_share", "first_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"Expected {name} between 0 and 1, got {getattr(self, name)}.")
-        if not self.within_share + self.two_share + self.cell_share <= 1:
-            raise ValueError(
-                "Expected within_share + two_share + cell_share <= 1, got "
-                f"{self.within_share} + {self.two_share} + {self.cell_share}."
-            )
-        if not 0 <= self.receive_slack < 1:
-            raise ValueError(f"Expected receive_slack in [0, 1), got {self.receive_slack}.")
-        if not self.relocate_share + self.similar_share <= 1:
-            raise ValueError(
-                f"Expected relocate_share + similar_share <= 1, got {self.relocate_share} + {self.similar_share}."
-            )
+        for field in fields(self):
+            value, (low, high) = getattr(self, field.name), _LIMITS.get(field.name, (0, math.inf))
+            if not (low <= value <= high and math.isfinite(value)):
+                expected = f">= {low} and finite" if high == math.inf else f"between {low} and {high}"
+                raise ValueError(f"Expected {field.name} {expected}, got {value}.")
+        for names in (("within_share", "two_share", "cell_share"), ("relocate_share", "similar_share")):
+            shares = [getattr(self, name) for name in names]
+            if sum(shares) > 1:
+                raise ValueError(f"Expected {' + '.join(names)} <= 1, got {' + '.join(map(str, shares))}.")
+
+
+_LIMITS: dict[str, tuple[float, float]] = {"receive_slack": (0, 0.99)}
+_LIMITS |= dict.fromkeys(("max_iterations", "starts", "alternations", "sequence_alignment"), (1, math.inf))
+_LIMITS |= {name: (0, 1) for name in PlannerParams.__dataclass_fields__ if name.endswith("_share")}
+"""Least and most of each setting, both allowed; the others are 0 or more."""
 
 
 @dataclass(frozen=True, slots=True)

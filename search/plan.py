@@ -9,7 +9,7 @@ exactly E / P experts on each EP rank, the same in every block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,14 @@ class StepTime:
     rest_s: float
     """Dispatch, combine and the fixed cost of rows."""
 
-    def to_dict(self) -> dict[str, float]:
-        """Return the four numbers by name."""
-        return {name: getattr(self, name) for name in ("step_time_s", "attention_s", "experts_s", "rest_s")}
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertMoves:
     """Hold what a plan moves away from the previous placement."""
 
-    listed: tuple[tuple[int, ...], ...] = ()
+    experts: tuple[tuple[int, ...], ...] = ()
     """(MoE layer, logical expert, old physical slot, new physical slot), by layer and expert."""
-    moved_bytes: int = 0
+    bytes: int = 0
     """Parameters and optimizer state that change their rank."""
     seconds: float = 0.0
     """Predicted time of the slowest pipeline stage: layer after layer, the busiest receiving rank over its link."""
@@ -85,10 +81,8 @@ class Plan:
     @property
     def plan_hash(self) -> str:
         """SHA-256 of all decisions: ranks compare it before the first collective."""
-        return content_hash(
-            {"micro_batches": self.micro_batches(), "logical_to_physical": self.placement_LE.tolist(),
-             "sample_ids": list(self.sample_ids), "topology": self.topology}
-        )  # fmt: skip
+        decided = {"micro_batches": self.micro_batches(), "logical_to_physical": self.placement_LE.tolist()}
+        return content_hash({**decided, "sample_ids": self.sample_ids, "topology": self.topology})
 
     @property
     def placement_id(self) -> str:
@@ -97,67 +91,51 @@ class Plan:
 
     def micro_batches(self) -> list[list[list[int]]]:
         """Return ``[dp_rank][row] = [sample indices]``, ascending inside a cell."""
-        cells: list[list[list[int]]] = [
-            [[] for _ in range(self.num_rows)] for _ in range(self.topology.data_parallel_size)
-        ]
+        slots = range(self.topology.data_parallel_size)
+        cells: list[list[list[int]]] = [[[] for _ in range(self.num_rows)] for _ in slots]
         for sample, (slot, row) in enumerate(zip(self.slot_N.tolist(), self.row_N.tolist(), strict=True)):
             cells[slot][row].append(sample)
         return cells
 
-    def packed_order(self) -> np.ndarray:
-        """Return the sample indices in execution order (slot by slot, row by row), [N]."""
-        return np.lexsort((np.arange(len(self.row_N)), self.row_N, self.slot_N))
-
     def physical_to_logical(self) -> np.ndarray:
         """Return the logical expert in each physical slot, [L, E] (SGLang's ``physical_to_logical_map``)."""
-        return np.argsort(self.placement_LE, axis=1, kind="stable")
+        return np.argsort(self.placement_LE, axis=1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``plan.json`` holds."""
-        order = self.packed_order()
+        order = np.lexsort((self.row_N, self.slot_N))  # of execution: slot by slot, row by row
         return {
             "schema_version": PLAN_SCHEMA_VERSION,
             "plan_hash": self.plan_hash,
             "placement_id": self.placement_id,
-            "topology": {name: getattr(self.topology, name) for name in Topology.__dataclass_fields__},
+            "topology": asdict(self.topology),
             "max_tokens_per_microbatch": self.max_tokens,
             "num_microbatches": self.num_rows,
             "micro_batches": self.micro_batches(),
             "sample_ids": list(self.sample_ids),
             "packed_order": order.tolist(),
-            "inverse_order": np.argsort(order, kind="stable").tolist(),
+            "inverse_order": np.argsort(order).tolist(),
             "logical_to_physical": self.placement_LE.tolist(),
             "physical_to_logical": self.physical_to_logical().tolist(),
             "denominators": {"num_samples": len(self.row_N), "num_tokens": self.total_tokens},
-            "predicted": self.predicted.to_dict(),
-            "default": self.default.to_dict(),
+            "predicted": asdict(self.predicted),
+            "default": asdict(self.default),
             "lower_bound_s": self.lower_bound_s,
             "gap": self.gap,
             "counters": self.counters,
             "notes": list(self.notes),
-            "moves": {
-                "experts": [list(move) for move in self.moves.listed],
-                "bytes": self.moves.moved_bytes,
-                "seconds": self.moves.seconds,
-            },
+            "moves": asdict(self.moves),
             "provenance": self.provenance,
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """Rebuild a plan.
-
-        Raises
-        ------
-        RoutePackError
-            If keys are missing, the schema is another one, or the hash does not match the content.
-        """
+        """Rebuild a plan; :class:`RoutePackError` if keys are missing, or schema or hash do not match."""
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != PLAN_SCHEMA_VERSION:
             raise RoutePackError(f"Plan has schema_version {version!r}, this version reads {PLAN_SCHEMA_VERSION}.")
         try:
-            count = data["denominators"]["num_samples"]
-            row_N, slot_N = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
+            row_N, slot_N = np.full((2, data["denominators"]["num_samples"]), -1, np.int64)
             for slot, rows in enumerate(data["micro_batches"]):
                 for row, cell in enumerate(rows):
                     row_N[cell], slot_N[cell] = row, slot
@@ -175,11 +153,7 @@ class Plan:
                 lower_bound_s=data["lower_bound_s"],
                 counters=data["counters"],
                 notes=tuple(data["notes"]),
-                moves=ExpertMoves(
-                    tuple(tuple(move) for move in data["moves"]["experts"]),
-                    data["moves"]["bytes"],
-                    data["moves"]["seconds"],
-                ),
+                moves=ExpertMoves(**{**data["moves"], "experts": tuple(map(tuple, data["moves"]["experts"]))}),
                 provenance=data["provenance"],
             )
             if plan.plan_hash != data["plan_hash"]:
@@ -200,26 +174,24 @@ class Plan:
 
 def check_plan(plan: Plan, lengths: np.ndarray, num_experts: int) -> None:
     """Raise :class:`RoutePackError` naming the first broken hard constraint."""
-    slots, rows = plan.topology.data_parallel_size, plan.num_rows
-    if len(plan.row_N) != len(lengths) or len(plan.slot_N) != len(lengths):
+    slots, rows, multiple = plan.topology.data_parallel_size, plan.num_rows, plan.topology.row_multiple
+    if not len(plan.row_N) == len(plan.slot_N) == len(lengths):
         raise RoutePackError(f"Plan holds {len(plan.row_N)} samples, the batch {len(lengths)}.")
-    bad = np.flatnonzero((plan.row_N < 0) | (plan.row_N >= rows) | (plan.slot_N < 0) | (plan.slot_N >= slots))
-    if bad.size:
-        raise RoutePackError(f"Sample {plan.sample_ids[bad[0]]} is in no cell of {rows} rows x {slots} slots.")
+    lost = (plan.row_N < 0) | (plan.row_N >= rows) | (plan.slot_N < 0) | (plan.slot_N >= slots)
+    if lost.any():
+        raise RoutePackError(f"Sample {plan.sample_ids[lost.argmax()]} is in no cell of {rows} rows x {slots} slots.")
     cell = plan.row_N * slots + plan.slot_N
     tokens = np.bincount(cell, weights=lengths, minlength=rows * slots)
-    full = int(np.argmax(tokens))
-    if tokens[full] > plan.max_tokens:
-        raise RoutePackError(
-            f"Cell (row {full // slots}, slot {full % slots}) holds {int(tokens[full])} tokens, cap {plan.max_tokens}."
-        )
-    empty = np.flatnonzero(np.bincount(cell, minlength=rows * slots) == 0)
-    if empty.size:
-        raise RoutePackError(f"Cell (row {empty[0] // slots}, slot {empty[0] % slots}) is empty.")
-    if rows % plan.topology.row_multiple:
-        raise RoutePackError(f"{rows} rows are not a multiple of {plan.topology.row_multiple} (virtual pipeline).")
+    row, slot = divmod(int(tokens.argmax()), slots)
+    if tokens.max() > plan.max_tokens:
+        raise RoutePackError(f"Cell (row {row}, slot {slot}) holds {int(tokens.max())} tokens, cap {plan.max_tokens}.")
+    row, slot = divmod(int(tokens.argmin()), slots)
+    if tokens.min() == 0:
+        raise RoutePackError(f"Cell (row {row}, slot {slot}) is empty.")
+    if rows % multiple:
+        raise RoutePackError(f"{rows} rows are not a multiple of {multiple} (virtual pipeline).")
     if plan.placement_LE.shape[1] != num_experts:
         raise RoutePackError(f"Placement holds {plan.placement_LE.shape[1]} experts, the model {num_experts}.")
-    wrong = np.flatnonzero((np.sort(plan.placement_LE, axis=1) != np.arange(num_experts)).any(axis=1))
-    if wrong.size:
-        raise RoutePackError(f"Placement of MoE layer {wrong[0]} is not a bijection of experts and slots.")
+    wrong = (np.sort(plan.placement_LE, axis=1) != np.arange(num_experts)).any(axis=1)
+    if wrong.any():
+        raise RoutePackError(f"Placement of MoE layer {wrong.argmax()} is not a bijection of experts and slots.")

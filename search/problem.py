@@ -1,5 +1,4 @@
-"""One optimizer step to plan: the sealed batch, its costs as integer arrays, and the policies checked before any
-search.
+"""One optimizer step to plan: the sealed batch, its costs as integer arrays, and what is checked before any search.
 
 Shape suffixes: N samples, L MoE layers, E experts, C attention classes, D DP slots, B EP blocks, P EP ranks.
 """
@@ -44,10 +43,8 @@ class StepBatch:
     @property
     def data_hash(self) -> str:
         """SHA-256 of lengths, counts and ids."""
-        return arrays_hash(
-            lengths=np.asarray(self.lengths, np.int64), expert_counts=np.asarray(self.expert_counts, np.int32),
-            known_tokens=np.asarray(self.known_tokens, np.int64), sample_ids=np.asarray(self.sample_ids, np.str_),
-        )  # fmt: skip
+        types = {"lengths": np.int64, "expert_counts": np.int32, "known_tokens": np.int64, "sample_ids": np.str_}
+        return arrays_hash(**{name: np.asarray(getattr(self, name), dtype) for name, dtype in types.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +70,11 @@ class Problem:
     topology: Topology
     top_k: int
     max_tokens: int
-    equal_samples: bool
-    """Every DP slot must hold the same number of samples (verl, ROLL, SkyRL)."""
+    params: PlannerParams
     blocks_per_unit: int
     """Blocks that wait for one another layer by layer: 1, or all of them under FSDP."""
-    unknown_tokens: int
-    unknown_samples: int
-    """Samples with no known route at all."""
-    padding_tokens: int
-    """Tokens added by alignment; they cost like the sample's average token."""
-    max_received_rows: int
-    """Most rows an EP rank may receive in one row and layer; 0 for no limit."""
-    receive_slack: float
-    """Share of ``max_received_rows`` that the search keeps free."""
+    counters: dict[str, int]
+    """Tokens and whole samples without a known route, and tokens added by alignment; they cost like average tokens."""
 
     @property
     def num_samples(self) -> int:
@@ -108,11 +97,6 @@ class Problem:
         return self.topology.expert_model_parallel_size
 
     @property
-    def experts_per_rank(self) -> int:
-        """Experts (and physical slots) of one EP rank."""
-        return self.num_experts // self.num_ranks
-
-    @property
     def num_layers(self) -> int:
         """MoE layers (L)."""
         return self.counts.shape[1]
@@ -129,10 +113,15 @@ class Problem:
         No price that is shown holds it: it only keeps the search below ``max_received_rows``. In one layer the peaks
         of all (row, block) add up to at most all routed rows, which bounds the sum of all charges by ``MOST_NS``.
         """
-        if self.max_received_rows == 0:
+        if self.params.max_received_rows == 0:
             return 0, 0
         weights = (self.num_blocks + 1) * max(1, int(self.counts.sum(dtype=np.int64)))
-        return max(1, round(self.max_received_rows * (1 - self.receive_slack))), min(OVER_CAP_NS, MOST_NS // weights)
+        searched = self.params.max_received_rows * (1 - self.params.receive_slack)
+        return max(1, round(searched)), min(OVER_CAP_NS, MOST_NS // weights)
+
+    def cell_tokens(self, cell_of: np.ndarray, num_rows: int) -> np.ndarray:
+        """Return the tokens of every cell of a packing (cell = row * D + slot of each sample, [N]), [R D] int64."""
+        return np.bincount(cell_of, weights=self.lengths, minlength=num_rows * self.num_slots).astype(np.int64)
 
     def sent_rows(self, cell_tokens: np.ndarray) -> np.ndarray:
         """Return the rows (token, expert pairs) that one rank of a slot sends, given the tokens of its cell."""
@@ -171,13 +160,13 @@ def build_problem(
         topology=topology,
         top_k=spec.top_k,
         max_tokens=max_tokens,
-        equal_samples=params.equal_samples,
+        params=params,
         blocks_per_unit=topology.num_blocks if params.couple_blocks else 1,
-        unknown_tokens=int((batch.lengths - batch.known_tokens).sum()),
-        unknown_samples=int((batch.known_tokens == 0).sum()),
-        padding_tokens=int((lengths - batch.lengths).sum()),
-        max_received_rows=params.max_received_rows,
-        receive_slack=params.receive_slack,
+        counters={
+            "unknown_tokens": int((batch.lengths - batch.known_tokens).sum()),
+            "unknown_samples": int((batch.known_tokens == 0).sum()),
+            "padding_tokens": int((lengths - batch.lengths).sum()),
+        },
     )
 
 
@@ -187,19 +176,18 @@ def padded_lengths(lengths: np.ndarray, alignment: int) -> np.ndarray:
 
 
 def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_tokens: int, alignment: int) -> None:
-    count, slots = batch.num_samples, topology.data_parallel_size
+    count, slots, ranks = batch.num_samples, topology.data_parallel_size, topology.expert_model_parallel_size
     if count == 0:
         raise RoutePackError("The step is empty: 0 samples. Skip the step, or check what dropped them.")
-    shape = (spec.num_moe_layers, spec.num_experts)
-    if batch.expert_counts.shape[1:] != shape:
+    layers, experts = batch.expert_counts.shape[1:]
+    if (layers, experts) != (spec.num_moe_layers, spec.num_experts):
         raise RoutePackError(
-            f"expert_counts has {batch.expert_counts.shape[1]} layers x {batch.expert_counts.shape[2]} experts, "
-            f"{spec.name} has {shape[0]} MoE layers x {shape[1]} experts. Use the batch's own model."
+            f"expert_counts has {layers} layers x {experts} experts, {spec.name} has {spec.num_moe_layers} MoE layers "
+            f"x {spec.num_experts} experts. Use the batch's own model."
         )
-    if spec.num_experts % topology.expert_model_parallel_size:
+    if experts % ranks:
         raise RoutePackError(
-            f"{spec.num_experts} experts do not divide over expert_model_parallel_size = "
-            f"{topology.expert_model_parallel_size}. Choose a divisor."
+            f"{experts} experts do not divide over expert_model_parallel_size = {ranks}. Choose a divisor."
         )
     check_lengths(batch, max_tokens, alignment)
     if count < slots:
@@ -227,6 +215,45 @@ def check_lengths(batch: StepBatch, max_tokens: int, alignment: int = 1) -> None
         )
 
 
+def known_tokens(
+    counts: np.ndarray, lengths: np.ndarray, names: np.ndarray, top_k: int, given: np.ndarray | None, who: str
+) -> np.ndarray:
+    """Return the tokens with known routes, [N] int64, after checking that every layer of counts [N, L, E] adds up.
+
+    Where none are ``given`` they are all tokens, or all but the last sampled one, which engines never route.
+    """
+    if (counts < 0).any():
+        i, layer, expert = np.argwhere(counts < 0)[0]
+        raise RoutePackError(
+            f"{who} {str(names[i])!r} layer {layer}: expert {expert} has the negative count "
+            f"{counts[i, layer, expert]}. Check the array's type where it is written."
+        )
+    sums = counts.sum(axis=2, dtype=np.int64)
+    known = np.where(sums[:, 0] == top_k * (lengths - 1), lengths - 1, lengths) if given is None else given
+    if ((known < 0) | (known > lengths)).any():
+        i = int(np.argmax((known < 0) | (known > lengths)))
+        raise RoutePackError(
+            f"{who} {str(names[i])!r} has known_tokens {known[i]}, outside 0..{lengths[i]} (its length)."
+        )
+    if (sums != top_k * known[:, None]).any():
+        i, layer = np.argwhere(sums != top_k * known[:, None])[0]
+        wanted = f"{top_k * known[i]} = top_k {top_k} x known_tokens {known[i]}"
+        if given is None:
+            n = lengths[i]
+            wanted = f"{top_k * n} = top_k {top_k} x length {n} (or {top_k * (n - 1)} without the last token)"
+        raise RoutePackError(
+            f"{who} {str(names[i])!r} layer {layer}: counts add up to {sums[i, layer]}, expected {wanted}, the same in "
+            "every layer. Give `known_tokens` where routes are partly unknown."
+        )
+    if (counts > known[:, None, None]).any():
+        i, layer, expert = np.argwhere(counts > known[:, None, None])[0]
+        raise RoutePackError(
+            f"{who} {str(names[i])!r} layer {layer}: expert {expert} has {counts[i, layer, expert]} tokens of "
+            f"{known[i]}: a token picks an expert at most once. Check the layout [samples, layers, experts]."
+        )
+    return known
+
+
 def least_rows(problem: Problem) -> int:
     """Return the least number of rows any capped packing may have: a bound, not always reachable."""
     by_tokens = -(-int(problem.lengths.sum()) // (problem.max_tokens * problem.num_slots))
@@ -237,25 +264,18 @@ def least_rows(problem: Problem) -> int:
 
 
 def _fill_unknown(batch: StepBatch, lengths: np.ndarray, top_k: int) -> np.ndarray:
-    """Return counts for ``lengths`` tokens in which those without a route are spread like the sample's own average
-    token.
+    """Return counts for ``lengths`` tokens; those without a route are spread like the sample's own average token.
 
     A sample without any route takes the batch's average token. Sums stay exact (largest remainder, ties by expert id).
     """
-    counts = np.ascontiguousarray(batch.expert_counts, dtype=np.int32)
+    counts = np.array(batch.expert_counts, dtype=np.int32, order="C")
     partial = np.flatnonzero(batch.known_tokens < lengths)
-    if partial.size == 0:
-        return counts
-    counts = counts.copy()
     known = batch.known_tokens[partial].astype(np.int64)
     basis = counts[partial].astype(np.int64)
-    total, total_known = counts.sum(axis=0, dtype=np.int64), int(batch.known_tokens.sum())
-    basis[known == 0] = total
-    known[known == 0] = total_known
-    scaled = basis * lengths[partial, None, None]
-    filled, remainder = np.divmod(scaled, known[:, None, None])
+    basis[known == 0] = counts.sum(axis=0, dtype=np.int64)
+    known[known == 0] = int(batch.known_tokens.sum())
+    filled, remainder = np.divmod(basis * lengths[partial, None, None], known[:, None, None])
     missing = top_k * lengths[partial, None] - filled.sum(axis=2)
     rank = np.argsort(np.argsort(-remainder, axis=2, kind="stable"), axis=2, kind="stable")
-    filled += rank < missing[:, :, None]
-    counts[partial] = filled
+    counts[partial] = filled + (rank < missing[:, :, None])
     return counts

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 
-class StopCriterion(Protocol):
+class StopCriterion:
     """Tell a search how much of its budget is spent."""
+
+    name: str
+    """What the plan reports as ``stopped_by``."""
 
     def reset(self) -> None:
         """Start counting afresh."""
@@ -20,46 +22,35 @@ class StopCriterion(Protocol):
         ``iterations`` counts a chain's packing proposals, ``idle`` those since its last improvement, ``gap`` is its
         best time above the lower bound as a share of it (mean over blocks).
         """
-
-    @property
-    def name(self) -> str:
-        """What the plan reports as ``stopped_by``."""
+        raise NotImplementedError
 
 
-@dataclass(slots=True)
-class MaxIterations:
+@dataclass
+class _Limit(StopCriterion):
+    limit: float
+    least = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.limit >= self.least:
+            raise ValueError(f"Expected {self.name} >= {self.least:g}, got {self.limit}.")
+        self.reset()
+
+
+class MaxIterations(_Limit):
     """Stop after a number of packing proposals per chain: the same plan on every run and machine."""
 
-    iterations: int
-
-    def __post_init__(self) -> None:
-        if not self.iterations >= 1:
-            raise ValueError(f"Expected max iterations >= 1, got {self.iterations}.")
-
-    def reset(self) -> None:
-        """Do nothing: iterations are counted by the search."""
+    name = "max_iterations"
 
     def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
-        """Return iterations over the budget."""
-        return iterations / self.iterations
-
-    @property
-    def name(self) -> str:
-        """Return ``max_iterations``."""
-        return "max_iterations"
+        """Return iterations over the limit."""
+        return iterations / self.limit
 
 
-@dataclass(slots=True)
-class MaxRuntime:
+class MaxRuntime(_Limit):
     """Stop after so many seconds of wall time since ``reset``."""
 
-    seconds: float
-    _start_s: float = field(default=0.0, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"Expected max runtime > 0 seconds, got {self.seconds}.")
-        self.reset()
+    name = "max_runtime"
+    least = 1e-9
 
     def reset(self) -> None:
         """Start the clock."""
@@ -67,66 +58,35 @@ class MaxRuntime:
 
     def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
         """Return elapsed over allowed seconds."""
-        return (time.monotonic() - self._start_s) / self.seconds
-
-    @property
-    def name(self) -> str:
-        """Return ``max_runtime``."""
-        return "max_runtime"
+        return (time.monotonic() - self._start_s) / self.limit
 
 
-@dataclass(slots=True)
-class NoImprovement:
+class NoImprovement(_Limit):
     """Stop a chain after so many proposals without a better packing; a budget beside it drives the cooling."""
 
-    proposals: int
-
-    def __post_init__(self) -> None:
-        if not self.proposals >= 1:
-            raise ValueError(f"Expected proposals without improvement >= 1, got {self.proposals}.")
-
-    def reset(self) -> None:
-        """Do nothing: the search counts."""
+    name = "no_improvement"
 
     def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
         """Return 1 when the chain has been idle for long enough, else 0."""
-        return float(idle >= self.proposals)
-
-    @property
-    def name(self) -> str:
-        """Return ``no_improvement``."""
-        return "no_improvement"
+        return float(idle >= self.limit)
 
 
-@dataclass(slots=True)
-class GapBelow:
-    """Stop when the best packing is proven to be within a share of the optimum; a budget beside it drives the
-    cooling."""
+class GapBelow(_Limit):
+    """Stop when the best packing is proven this near the optimum (a share); a budget beside it drives the cooling."""
 
-    gap: float
-
-    def __post_init__(self) -> None:
-        if not self.gap >= 0:
-            raise ValueError(f"Expected gap >= 0, got {self.gap}.")
-
-    def reset(self) -> None:
-        """Do nothing: the search measures."""
+    name = "gap_below"
+    least = 0.0
 
     def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
         """Return 1 when the gap is reached, else 0."""
-        return float(gap <= self.gap)
-
-    @property
-    def name(self) -> str:
-        """Return ``gap_below``."""
-        return "gap_below"
+        return float(gap <= self.limit)
 
 
-@dataclass(slots=True)
-class FirstOf:
+class FirstOf(StopCriterion):
     """Stop when the first of several criteria says so."""
 
-    criteria: tuple[StopCriterion, ...]
+    def __init__(self, criteria: tuple[StopCriterion, ...]) -> None:
+        self.criteria, self.name = criteria, "|".join(criterion.name for criterion in criteria)
 
     def reset(self) -> None:
         """Reset every criterion."""
@@ -136,11 +96,6 @@ class FirstOf:
     def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
         """Return the largest share."""
         return max(criterion.progress(iterations, idle, gap) for criterion in self.criteria)
-
-    @property
-    def name(self) -> str:
-        """Return all names joined by ``|``."""
-        return "|".join(criterion.name for criterion in self.criteria)
 
 
 def with_budget(stop: StopCriterion | None, iterations: int) -> StopCriterion:

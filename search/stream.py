@@ -16,8 +16,7 @@ import math
 import operator
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import fields, replace
 from typing import Self
 
 import numpy as np
@@ -28,7 +27,7 @@ from search.joint import plan_step
 from search.params import PlannerParams
 from search.placement.lpt import ranks_of_slots
 from search.plan import Plan
-from search.problem import StepBatch, check_lengths
+from search.problem import StepBatch, check_lengths, known_tokens
 from search.stop import MaxIterations, StopCriterion
 
 PROVISIONAL_ITERATIONS = 50_000
@@ -39,23 +38,21 @@ class _Closed(Exception):
     """Ends a provisional plan that nobody waits for any more."""
 
 
-@dataclass(slots=True)
-class _ProvisionalBudget:
+class _ProvisionalBudget(MaxIterations):
     """Stop after some iterations; give up at once when the planner closes."""
 
-    budget: MaxIterations
-    closed: threading.Event
-    name: str = "provisional"
+    name = "provisional"
+
+    def __init__(self, limit: float, closed: threading.Event) -> None:
+        self.limit, self.closed = limit, closed
 
     def reset(self) -> None:
-        """Give up if the planner has closed."""
         self.progress(0)
 
     def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
-        """Return the share of the iterations spent."""
         if self.closed.is_set():
             raise _Closed
-        return self.budget.progress(iterations, idle, gap)
+        return super().progress(iterations)
 
 
 class StreamingPlanner:
@@ -65,23 +62,11 @@ class StreamingPlanner:
     :meth:`close`, so that the worker ends even if the step is abandoned.
 
     **With the background worker the plan depends on timing**: how far planning has come when a step is sealed decides
-    where its final search starts. So exactly ONE process collects and plans, and sends ``plan.json`` to the others;
-    ranks that each stream the same samples would disagree. With ``background=False`` the plan is a pure function of
-    the samples, their order of arrival and the seed (under an iteration budget), and ``add`` takes as long as planning
-    does whenever a tenth more samples have arrived.
+    where its final search starts. So exactly ONE process collects and plans, and sends ``plan.json`` to the others.
+    With ``background=False`` ``add`` itself plans whenever a tenth more samples have arrived, and the plan is a pure
+    function of the samples, their order of arrival and the seed (under an iteration budget).
 
-    Parameters
-    ----------
-    tables, spec, topology, max_tokens, params
-        As for :func:`search.joint.plan_step`.
-    seed
-        Seed of the final and of all provisional plans.
-    previous
-        The last step's plan: experts move away from it only where that pays.
-    num_threads
-        Threads of the final plan; the background worker uses one.
-    background
-        Plan provisionally in a worker thread (True), or inside ``add`` at fixed numbers of samples.
+    Parameters are those of :func:`search.joint.plan_step`; ``num_threads`` is for the final plan, the worker uses one.
     """
 
     def __init__(
@@ -106,24 +91,20 @@ class StreamingPlanner:
         self._closed = threading.Event()
         self._tried = 0
         self._worker: threading.Thread | None = None
-        self._provisional: Plan | None = None
         self._bug: Exception | None = None
+        self.provisional: Plan | None = None
+        """The newest feasible plan, over the samples it names in ``sample_ids``; None before there is one."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
     def num_samples(self) -> int:
         """Samples added so far."""
         return len(self._samples)
-
-    @property
-    def provisional(self) -> Plan | None:
-        """The newest feasible plan, over the samples it names in ``sample_ids``; None before there is one."""
-        return self._provisional
 
     def add(
         self,
@@ -154,7 +135,7 @@ class StreamingPlanner:
             If the sample cannot be right or fits no microbatch (it is not added then), or the planner is closed.
         """
         _, spec, _, max_tokens = self._job
-        sample = _checked_sample(sample_id, length, expert_counts, known_tokens, prompt_id, spec)
+        sample = _checked_sample(str(sample_id), length, np.asarray(expert_counts), known_tokens, prompt_id, spec)
         check_lengths(sample, max_tokens, self._params.sequence_alignment)
         name = str(sample_id)
         with self._changed:
@@ -194,26 +175,19 @@ class StreamingPlanner:
         with self._changed:
             names = sorted(self._samples, key=_id_key) if order is None else [str(name) for name in order]
             if sorted(names) != sorted(self._samples):
-                odd = sorted(set(names) ^ set(self._samples))[:3]
+                odd = ", ".join(sorted(set(names) ^ set(self._samples))[:3]) or "none, some are named twice"
                 raise RoutePackError(
-                    f"order names {len(names)} samples, {len(self._samples)} were added"
-                    + (f"; only one side has {', '.join(odd)}" if odd else "")
-                    + ". Name every sample once."
+                    f"order names {len(names)} samples, {len(self._samples)} were added; only one side has: {odd}. "
+                    "Name every sample once."
                 )
             if not names:
-                raise RoutePackError(
-                    "The step is empty: 0 samples were added. Skip the step, or check what dropped them."
-                )
+                raise RoutePackError("The step is empty: 0 samples were added. Skip it, or check what dropped them.")
             self._closed.set()
         self.close()
         if self._bug is not None:
             raise self._bug
         batch = _joined([self._samples[name] for name in names])
-        plan = plan_step(
-            batch, *self._job, self._params, seed=self._seed, stop=stop, previous=self._previous,
-            num_threads=self._num_threads, start=self._warm_ranks(),
-        )  # fmt: skip
-        return batch, plan
+        return batch, self._plan(batch, self._params, stop, self._num_threads)
 
     def close(self) -> None:
         """Stop and join the worker without planning; safe to call again."""
@@ -245,23 +219,24 @@ class StreamingPlanner:
 
     def _plan_so_far(self, samples: list[StepBatch], num_threads: int | None) -> None:
         """Replace the provisional plan if these samples can be planned; keep what no user could cause for ``seal``."""
-        budget = MaxIterations(min(PROVISIONAL_ITERATIONS, self._params.max_iterations))
+        budget = _ProvisionalBudget(min(PROVISIONAL_ITERATIONS, self._params.max_iterations), self._closed)
         try:
-            self._provisional = plan_step(
-                _joined(samples), *self._job, replace(self._params, starts=1), seed=self._seed,
-                stop=_ProvisionalBudget(budget, self._closed), previous=self._previous,
-                num_threads=num_threads, start=self._warm_ranks(),
-            )  # fmt: skip
+            self.provisional = self._plan(_joined(samples), replace(self._params, starts=1), budget, num_threads)
         except (_Closed, RoutePackError):
             pass  # not yet: too few samples for the rows, or the step was sealed meanwhile
         except Exception as error:
             self._bug = error
 
-    def _warm_ranks(self) -> np.ndarray | None:
-        """Return the rank of every expert in the provisional plan, [L, E]."""
-        if self._provisional is None:
-            return None
-        return ranks_of_slots(self._provisional.placement_LE, self._job[2].expert_model_parallel_size)
+    def _plan(
+        self, batch: StepBatch, params: PlannerParams, stop: StopCriterion | None, num_threads: int | None
+    ) -> Plan:
+        """Plan samples from where the provisional plan has its experts."""
+        start = None
+        if self.provisional is not None:
+            start = ranks_of_slots(self.provisional.placement_LE, self._job[2].expert_model_parallel_size)
+        given = (batch, *self._job, params)
+        seed, previous = self._seed, self._previous
+        return plan_step(*given, seed=seed, stop=stop, previous=previous, start=start, num_threads=num_threads)
 
 
 def _id_key(name: str) -> tuple[bool, int, str]:
@@ -270,69 +245,39 @@ def _id_key(name: str) -> tuple[bool, int, str]:
 
 
 def _joined(samples: list[StepBatch]) -> StepBatch:
-    """Return one batch of several."""
-    prompts = [s.prompt_ids for s in samples if s.prompt_ids is not None]
-    return StepBatch(
-        lengths=np.concatenate([s.lengths for s in samples]),
-        expert_counts=np.concatenate([s.expert_counts for s in samples]),
-        sample_ids=np.concatenate([s.sample_ids for s in samples]),
-        known_tokens=np.concatenate([s.known_tokens for s in samples]),
-        prompt_ids=np.concatenate(prompts) if len(prompts) == len(samples) else None,
-    )
+    """Return one batch of several; without prompts where a sample has none."""
+    parts = {field.name: [getattr(sample, field.name) for sample in samples] for field in fields(StepBatch)}
+    if any(prompt is None for prompt in parts["prompt_ids"]):
+        del parts["prompt_ids"]
+    return StepBatch(**{name: np.concatenate(part) for name, part in parts.items()})
 
 
 def _checked_sample(
-    sample_id: int | str,
-    length: int,
-    expert_counts: np.ndarray,
-    known_tokens: int | None,
-    prompt_id: int | None,
-    spec: ModelSpec,
+    name: str, length: int, counts: np.ndarray, known: int | None, prompt_id: int | None, spec: ModelSpec
 ) -> StepBatch:
     """Return a batch of one sample after checking everything but the cap."""
-    who = f"Sample {str(sample_id)!r}"
-    length = _whole(length, f"{who}: length")
-    if length < 1:
-        raise RoutePackError(f"{who} has length {length}; lengths are at least 1. Drop the sample.")
-    counts = np.asarray(expert_counts)
+    lengths, names = _whole(length, name, "length"), np.array([name])
+    if lengths[0] < 1:
+        raise RoutePackError(f"Sample {name!r} has length {lengths[0]}; lengths are at least 1. Drop the sample.")
     shape = (spec.num_moe_layers, spec.num_experts)
     if counts.shape != shape or counts.dtype.kind not in "iu":
         raise RoutePackError(
-            f"{who}: expected expert_counts as integers of shape {shape} ({spec.name}'s MoE layers x logical experts), "
-            f"got {counts.dtype} {counts.shape}. Is it a sample of another model?"
+            f"Sample {name!r}: expected expert_counts as integers of shape {shape} ({spec.name}'s MoE layers x logical "
+            f"experts), got {counts.dtype} {counts.shape}. Is it a sample of another model?"
         )
-    sums = counts.sum(axis=1, dtype=np.int64)
-    if known_tokens is None:  # engines never route the last sampled token
-        known = length - 1 if sums[0] == spec.top_k * (length - 1) else length
-    else:
-        known = _whole(known_tokens, f"{who}: known_tokens")
-    if not 0 <= known <= length:
-        raise RoutePackError(f"{who} has known_tokens {known}, outside 0..{length} (its length).")
-    if (sums != spec.top_k * known).any():
-        layer = int(np.argmax(sums != spec.top_k * known))
-        raise RoutePackError(
-            f"{who} layer {layer}: counts add up to {int(sums[layer])}, expected {spec.top_k * known} = top_k "
-            f"{spec.top_k} x {known} known tokens, the same in every layer. Give known_tokens where routes are "
-            "partly unknown."
-        )
-    wrong = np.argwhere((counts < 0) | (counts > known))
-    if wrong.size:
-        layer, expert = wrong[0]
-        raise RoutePackError(
-            f"{who} layer {layer}: expert {expert} has {int(counts[layer, expert])} tokens of {known}: a token picks "
-            "an expert at most once. Check the layout [layers, experts]."
-        )
+    given = None if known is None else _whole(known, name, "known_tokens")
     return StepBatch(
-        lengths=np.array([length], np.int64),
+        lengths=lengths,
         expert_counts=counts.astype(np.int32)[None],
-        sample_ids=np.array([str(sample_id)]),
-        known_tokens=np.array([known], np.int64),
-        prompt_ids=None if prompt_id is None else np.array([_whole(prompt_id, f"{who}: prompt_id")], np.int64),
+        sample_ids=names,
+        known_tokens=known_tokens(counts[None], lengths, names, spec.top_k, given, "Sample"),
+        prompt_ids=None if prompt_id is None else _whole(prompt_id, name, "prompt_id"),
     )
 
 
-def _whole(value: int, what: str) -> int:
+def _whole(value: int, name: str, what: str) -> np.ndarray:
+    """Return a whole number as an array [1] int64."""
     try:
-        return operator.index(value)
+        return np.array([operator.index(value)], np.int64)
     except TypeError:
-        raise RoutePackError(f"{what} is {value!r}, expected a whole number.") from None
+        raise RoutePackError(f"Sample {name!r}: {what} is {value!r}, expected a whole number.") from None

@@ -142,12 +142,12 @@ def _speed(regime: Regime) -> dict[str, float]:
     params, found = PlannerParams(), {}
     for name in ("whole schedule", "cold"):
         chain = PackChain(problem, costs, cell_of, rows, seed_state(1))
-        whole = params.hot_temperature * chain.roughness(params)
+        whole = params.hot_temperature * chain.roughness()
         hot = whole if name == "whole schedule" else params.cold_temperature
-        chain.run(params, hot, 1.0, lambda proposals, *_: proposals / 10_000)
+        chain.run(hot, 1.0, lambda proposals, *_: proposals / 10_000)
         chain = PackChain(problem, costs, chain.best_cell_of, rows, seed_state(2))
         start = time.process_time()
-        chain.run(params, hot, 1.0, lambda proposals, *_: proposals / SPEED_PROPOSALS)
+        chain.run(hot, 1.0, lambda proposals, *_: proposals / SPEED_PROPOSALS)
         spent = time.process_time() - start
         found |= {f"{name}: proposals per s": chain.proposals / spent, f"{name}: priced per s": chain.priced / spent}
     return found

@@ -45,6 +45,7 @@ def load_step_batch(path: Path | str, spec: ModelSpec) -> StepBatch:
 def batch_from_arrays(arrays: Mapping[str, Any], spec: ModelSpec, source: str = "step batch") -> StepBatch:
     """Check the arrays of one step batch and return it (what :func:`load_step_batch` does after reading)."""
     from search import StepBatch
+    from search.problem import known_tokens
 
     lengths = _integers(arrays, "lengths", 1, source)
     if len(lengths) == 0:
@@ -58,7 +59,9 @@ def batch_from_arrays(arrays: Mapping[str, Any], spec: ModelSpec, source: str = 
     if arrays.get("expert_counts") is not None:
         counts = _moe_layers(_integers(arrays, "expert_counts", 3, source, widen=False), spec, "expert_counts", source)
         _check_experts(counts, len(lengths), spec, source)
-        known = _known_tokens(arrays, counts, lengths, names, spec.top_k, source)
+        given = arrays.get("known_tokens")
+        given = None if given is None else _integers(arrays, "known_tokens", 1, source, len(lengths))
+        known = known_tokens(counts, lengths, names, spec.top_k, given, f"{source}: sample")
         counts = counts.astype(np.int32)
     elif arrays.get("expert_ids") is not None:
         ids = _moe_layers(_integers(arrays, "expert_ids", 3, source, widen=False), spec, "expert_ids", source)
@@ -216,47 +219,3 @@ def _check_experts(counts: np.ndarray, num_samples: int, spec: ModelSpec, source
         raise RoutePackError(
             f"{source}: expert_counts has {counts.shape[2]} experts, {spec.name} has {spec.num_experts}. {hint}"
         )
-
-
-def _known_tokens(
-    arrays: Mapping[str, Any], counts: np.ndarray, lengths: np.ndarray, names: np.ndarray, top_k: int, source: str
-) -> np.ndarray:
-    """Return the tokens with known routes, [N] int64, after checking that every layer's counts add up to them."""
-    if (counts < 0).any():
-        i, layer, expert = np.argwhere(counts < 0)[0]
-        raise RoutePackError(
-            f"{source}: sample {str(names[i])!r} layer {layer}: expert {expert} has the negative count "
-            f"{int(counts[i, layer, expert])}. Check the array's type where it is written."
-        )
-    sums = counts.sum(axis=2, dtype=np.int64)
-    given = arrays.get("known_tokens") is not None
-    if given:
-        known = _integers(arrays, "known_tokens", 1, source, len(lengths))
-        outside = np.flatnonzero((known < 0) | (known > lengths))
-        if outside.size:
-            i = int(outside[0])
-            raise RoutePackError(f"{source}: sample {str(names[i])!r} has known_tokens {int(known[i])}, outside 0.."
-                                 f"{int(lengths[i])} (its length).")  # fmt: skip
-    else:
-        # Engines never route the last sampled token: one fewer than the length is as right as the length.
-        known = np.where(sums[:, 0] == top_k * (lengths - 1), lengths - 1, lengths)
-    wrong = np.argwhere(sums != top_k * known[:, None])
-    if wrong.size:
-        i, layer = wrong[0]
-        n = int(lengths[i])
-        wanted = f"{top_k * int(known[i])} = top_k {top_k} x known_tokens {int(known[i])}"
-        if not given:
-            wanted = f"{top_k * n} = top_k {top_k} x length {n} (or {top_k * (n - 1)} without the last token)"
-        raise RoutePackError(
-            f"{source}: sample {str(names[i])!r} layer {layer}: counts add up to {int(sums[i, layer])}, expected "
-            f"{wanted}, the same in every layer. Give `known_tokens` where routes are partly unknown."
-        )
-    above = np.argwhere(counts > known[:, None, None])
-    if above.size:
-        i, layer, expert = above[0]
-        raise RoutePackError(
-            f"{source}: sample {str(names[i])!r} layer {layer}: expert {expert} has {int(counts[i, layer, expert])} "
-            f"tokens of {int(known[i])}: a token picks an expert at most once. Check the layout [samples, layers, "
-            "experts]."
-        )
-    return known

@@ -20,14 +20,12 @@ from search.baselines.frameworks import (
     pack_slime,
     pack_verl,
 )
-from search.baselines.open_instruct import solve_open_instruct
 from search.baselines.relibra import relibra_placement
-from search.baselines.routepack import solve_routepack
+from search.baselines.routepack import solve_open_instruct, solve_routepack
 from search.evaluate import Evaluation, evaluate
 from search.packing.bins import pack_ffd, pack_karmarkar_karp, sample_flops
 from search.placement.lpt import identity_placement, lpt_placement
 from search.problem import Problem
-from search.stop import MaxIterations, MaxRuntime, StopCriterion
 
 PACKINGS: dict[str, Callable[[Problem], Packing]] = {
     "first-fit decreasing": pack_ffd,
@@ -64,22 +62,17 @@ SHOWN_BASELINES = (
 SearchBaseline = Callable[..., tuple[Packing, np.ndarray]]
 
 
-def _with_relibra(pack: Callable[[Problem], Packing]) -> SearchBaseline:
-    def solve(problem: Problem, stop: StopCriterion, *, seed: int = 0) -> tuple[Packing, np.ndarray]:
-        return pack(problem), relibra_placement(problem, seed=seed)
-
-    return solve
-
-
-def _open_instruct(problem: Problem, stop: StopCriterion, *, seed: int = 0) -> tuple[Packing, np.ndarray]:
-    return solve_open_instruct(problem, seed=seed)
-
-
 SEARCH_BASELINES: dict[str, SearchBaseline] = {
     "RoutePack": solve_routepack,
-    "first-fit decreasing + ReLibra": _with_relibra(pack_ffd),
-    "AReaL first-fit + ReLibra": _with_relibra(pack_areal),
-    "open-instruct swaps + identity": _open_instruct,
+    "first-fit decreasing + ReLibra": lambda problem, stop, seed=0: (
+        pack_ffd(problem),
+        relibra_placement(problem, seed=seed),
+    ),
+    "AReaL first-fit + ReLibra": lambda problem, stop, seed=0: (
+        pack_areal(problem),
+        relibra_placement(problem, seed=seed),
+    ),
+    "open-instruct swaps + identity": lambda problem, stop, seed=0: solve_open_instruct(problem, seed=seed),
 }
 """Called with (problem, stop, seed=...) they return (packing, placement [L, E]). ReLibra and open-instruct stop after
 their published number of swaps, whatever the budget."""
@@ -90,21 +83,6 @@ def price_baseline(problem: Problem, name: str) -> tuple[Evaluation, int]:
     packing, placement = name.rsplit(" + ", 1)
     packed = PACKINGS[packing](problem)
     return price_packing(problem, packed, PLACEMENTS[placement](problem)), packed[2]
-
-
-def price_search_baseline(
-    problem: Problem, name: str, *, seconds: float | None = None, iterations: int | None = None, seed: int = 0
-) -> tuple[Evaluation, int]:
-    """Return the cost and the number of rows of a baseline named in ``SEARCH_BASELINES``.
-
-    The budget is wall time in ``seconds`` or proposals of a chain in ``iterations``; with the latter the result is a
-    pure function of problem and seed.
-    """
-    if (seconds is None) == (iterations is None):
-        raise ValueError(f"Expected either seconds or iterations, got {seconds} and {iterations}.")
-    stop: StopCriterion = MaxIterations(iterations) if iterations is not None else MaxRuntime(seconds or 0.0)
-    packed, placement_LE = SEARCH_BASELINES[name](problem, stop, seed=seed)
-    return price_packing(problem, packed, placement_LE), packed[2]
 
 
 def price_packing(problem: Problem, packing: Packing, placement_LE: np.ndarray) -> Evaluation:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from profiler import RoutePackError
+from search.evaluate import rank_loads
 from search.packing.bins import Bins, cells_of_bins, fill_bins, first_fit_decreasing, karmarkar_karp
 from search.placement.lpt import identity_placement, lpt_layer, lpt_placement
 from search.problem import Problem
@@ -79,12 +80,10 @@ def pack_verl(problem: Problem, weights: np.ndarray) -> Packing:
     ranks = [np.array(b, np.int64) for b in karmarkar_karp(weights, problem.num_slots, equal_size=True)]
     multiple = problem.topology.row_multiple
     most = max(-(-int(problem.lengths[rank].sum()) // problem.max_tokens) for rank in ranks)
-    rows = -(-most // multiple) * multiple
-    while rows <= min(map(len, ranks)):
+    for rows in range(-(-most // multiple) * multiple, min(map(len, ranks)) + 1, multiple):
         bins_DR = [[rank[b].tolist() for b in karmarkar_karp(weights[rank], rows)] for rank in ranks]
         if all(b and problem.lengths[b].sum() <= problem.max_tokens for bins in bins_DR for b in bins):
             return _cells_of_ranks([_small_ends(bins, weights) for bins in bins_DR], problem)
-        rows += multiple
     raise _too_few_samples(problem)
 
 
@@ -137,10 +136,10 @@ def _fewest_samples_fit(lengths: np.ndarray, members: np.ndarray, max_tokens: in
     for i in members[np.argsort(-lengths[members], kind="stable")].tolist():
         fitting = [k for k in range(len(bins)) if tokens[k] + lengths[i] <= max_tokens]
         if not fitting:
+            fitting = [len(bins)]
             bins.append([])
             tokens.append(0)
-            fitting = [len(bins) - 1]
-        k = min(fitting, key=lambda k: (len(bins[k]), k))
+        k = min(fitting, key=lambda k: len(bins[k]))
         bins[k].append(i)
         tokens[k] += int(lengths[i])
     return bins
@@ -174,17 +173,14 @@ def mindspeed_placement(problem: Problem, cv_drop: float = CV_DROP) -> np.ndarra
 
 def rank_variation(problem: Problem, placement_LE: np.ndarray) -> np.ndarray:
     """Return the standard deviation of the ranks' step totals over their mean, [L]."""
-    totals_LE = problem.counts.sum(axis=0, dtype=np.int64)
-    by_slot = np.take_along_axis(totals_LE, np.argsort(placement_LE, axis=1, kind="stable"), axis=1)
-    ranks = by_slot.reshape(problem.num_layers, problem.num_ranks, -1).sum(axis=2)
-    return ranks.std(axis=1) / ranks.mean(axis=1)
+    ranks = rank_loads(problem, np.zeros(problem.num_samples, np.int64), placement_LE, 1)[0]
+    return ranks.std(axis=0) / ranks.mean(axis=0)
 
 
 def largest_cell_tokens(problem: Problem, packing: Packing) -> int:
     """Return the tokens of the fullest cell of a packing: above ``max_tokens`` it could not be trained."""
     row_N, slot_N, num_rows = packing
-    cell = row_N * problem.num_slots + slot_N
-    return int(np.bincount(cell, weights=problem.lengths, minlength=num_rows * problem.num_slots).max())
+    return int(problem.cell_tokens(row_N * problem.num_slots + slot_N, num_rows).max())
 
 
 def beyond_cap(problem: Problem, tokens: int) -> Problem:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numba import njit
 
-from search.placement.lpt import lpt_layer, slots_of_ranks
+from search.placement.lpt import lpt_layer, placement_of_ranks
 from search.problem import Problem
 from search.random_bits import random_below, random_threshold, seed_state
 
@@ -34,10 +34,11 @@ def relibra_placement(problem: Problem, *, seed: int = 0, swaps: int = SWAPS) ->
     def place(layer: int) -> np.ndarray:
         rank_of = lpt_layer(totals_LE[layer], problem.num_ranks)
         anneal_totals(totals_LE[layer], rank_of, problem.num_ranks, swaps, seed_state(seed, layer))
-        return slots_of_ranks(rank_of, problem.num_ranks)
+        return rank_of
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return np.stack(list(pool.map(place, range(problem.num_layers))))
+        ranks = list(pool.map(place, range(problem.num_layers)))
+    return placement_of_ranks(np.stack(ranks), problem.num_ranks)
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -1,5 +1,7 @@
 """RoutePack (arXiv 2608.12146), written from its description: what the project must reproduce and then beat.
 
+Open-instruct's much shorter search, at the end, swaps samples by the same kernels.
+
 Experts are placed once, per layer by LPT on step totals. The number of rows is the least for which a capped packing is
 found. Diverse layouts become a population of swap chains at one temperature, which falls while their end states are
 resampled systematically (population annealing); an archive keeps the best layout any chain has seen.
@@ -14,7 +16,6 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -22,11 +23,13 @@ from profiler import RoutePackError
 from search.baselines.routepack_kernels import ProxyCosts, ProxyState, fill_proxy_state, layout_score, swap_chain
 from search.baselines.routepack_seeds import drop_near_duplicates, seed_layouts, sketch_directions, sketch_layout
 from search.load_kernels import sample_rank_rows
-from search.placement.lpt import lpt_placement
+from search.packing.bins import pack_ffd
+from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
 from search.problem import Problem, least_rows
 from search.random_bits import seed_state
 from search.stop import StopCriterion
 
+OPEN_INSTRUCT_PROPOSALS = 1024
 UNIT_J = 1 << 30
 """J of a forced-balanced unit whose proxies' shares sum to 1."""
 
@@ -52,19 +55,6 @@ class RoutePackParams:
     leg: int = 4096
     """Proposals of each chain at one temperature; fewer where the budget would not allow for 16 temperatures."""
 
-    def __post_init__(self) -> None:
-        for name in ("population", "seed_tries", "leg"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"Expected {name} >= 1, got {getattr(self, name)}.")
-        for name in ("attention_share", "similar_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"Expected {name} between 0 and 1, got {getattr(self, name)}.")
-        if not 0 < self.cold_temperature <= self.hot_temperature < float("inf"):
-            raise ValueError(
-                f"Expected 0 < cold_temperature <= hot_temperature, got {self.cold_temperature} and "
-                f"{self.hot_temperature}."
-            )
-
 
 def proxy_costs(
     problem: Problem,
@@ -85,17 +75,15 @@ def proxy_costs(
     works = np.rint(works_NC * (UNIT_J * np.array(shares[:-1]) / mean_C)).astype(np.int64)
     units = num_rows * problem.num_blocks
     mean_peaks = int(problem.counts.sum(dtype=np.int64)) / (units * problem.num_ranks)
-    scalars = [
-        problem.max_tokens, problem.num_slots // problem.num_blocks, problem.num_blocks,
-        round(shares[-1] * UNIT_J * (1 << 20) / mean_peaks), round(1024 * similar),
-    ]  # fmt: skip
+    peak_scale = round(shares[-1] * UNIT_J * (1 << 20) / mean_peaks)
+    per_unit, near = problem.num_slots // problem.num_blocks, round(1024 * similar)
     return ProxyCosts(
         lengths=problem.lengths,
         works=np.ascontiguousarray(works),
         loads=sample_rank_rows(problem.counts, np.arange(problem.num_samples), rank_LE, problem.num_ranks),
         by_length=by_length,
         length_rank=length_rank,
-        scalars=np.array(scalars, np.int64),
+        scalars=np.array([problem.max_tokens, per_unit, problem.num_blocks, peak_scale, near], np.int64),
     )
 
 
@@ -141,11 +129,6 @@ class SwapChain:
         priced, _ = swap_chain(self.costs, self.state, self.best_cell_of, self.best, self.rng, temperature, proposals)
         self.priced += priced
 
-    def copy_from(self, other: SwapChain) -> None:
-        """Take the end state of another chain; the own best and random numbers stay."""
-        for mine, theirs in zip(self.state, other.state, strict=True):
-            mine[:] = theirs
-
 
 def solve_routepack(
     problem: Problem,
@@ -167,11 +150,14 @@ def solve_routepack(
     params = params or RoutePackParams()
     stop.reset()
     placement_LE = lpt_placement(problem)
-    rank_LE = placement_LE // (problem.num_experts // problem.num_ranks)
+    rank_LE = ranks_of_slots(placement_LE, problem.num_ranks)
     rng = np.random.default_rng(seed)
     costs, layouts, num_rows = _first_rows_that_pack(problem, rank_LE, params, rng)
+    kept = _distinct_layouts(problem, costs, layouts, num_rows, params.duplicate_distance, rng)[: params.population]
+    chains = [
+        SwapChain(problem, costs, kept[k % len(kept)], num_rows, seed_state(seed, k)) for k in range(params.population)
+    ]
     with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as pool:
-        chains = _population(problem, costs, layouts, num_rows, params, rng, seed)
         _anneal_population(chains, stop, params, rng, pool)
     best = min(chains, key=lambda chain: tuple(chain.best.tolist()))
     slots = problem.num_slots
@@ -183,40 +169,41 @@ def _first_rows_that_pack(
 ) -> tuple[ProxyCosts, list[np.ndarray], int]:
     attention = attention_proxy(problem)[:, None]
     shares = (params.attention_share, 1.0 - params.attention_share)
-    rows = least_rows(problem)
-    while rows * problem.num_slots <= problem.num_samples:
+    most = problem.num_samples // problem.num_slots
+    for rows in range(least_rows(problem), most + 1, problem.topology.row_multiple):
         costs = proxy_costs(problem, rank_LE, rows, attention, shares, params.similar_share)
         layouts = list(seed_layouts(problem, costs, rows, rng, params.seed_tries))
         if layouts:
             return costs, layouts, rows
-        rows += problem.topology.row_multiple
     raise RoutePackError(
         f"No packing under the cap of {problem.max_tokens} tokens without empty cells was found up to "
-        f"{problem.num_samples // problem.num_slots} rows. Raise the cap or lower data_parallel_size."
+        f"{most} rows. Raise the cap or lower data_parallel_size."
     )
 
 
-def _population(
-    problem: Problem, costs: ProxyCosts, layouts: list[np.ndarray], num_rows: int, params: RoutePackParams,
-    rng: np.random.Generator, seed: int,
-) -> list[SwapChain]:  # fmt: skip
-    """Return K chains on the best of the distinct layouts, dealt in turn."""
+def _distinct_layouts(
+    problem: Problem,
+    costs: ProxyCosts,
+    layouts: list[np.ndarray],
+    num_rows: int,
+    distance: float,
+    rng: np.random.Generator,
+) -> list[np.ndarray]:
+    """Return the layouts without near-duplicates, best first."""
     directions_FS = sketch_directions(problem.num_layers, rng)
     states = [proxy_state(problem, costs, cell_of, num_rows) for cell_of in layouts]
     order = sorted(range(len(states)), key=lambda k: layout_score(states[k]))
     sketches = [sketch_layout(costs, states[k], directions_FS) for k in order]
-    kept = [
-        layouts[order[k]] for k in islice(drop_near_duplicates(sketches, params.duplicate_distance), params.population)
-    ]
-    return [
-        SwapChain(problem, costs, kept[k % len(kept)], num_rows, seed_state(seed, k)) for k in range(params.population)
-    ]
+    return [layouts[order[k]] for k in drop_near_duplicates(sketches, distance)]
 
 
 def _anneal_population(
-    chains: list[SwapChain], stop: StopCriterion, params: RoutePackParams, rng: np.random.Generator,
+    chains: list[SwapChain],
+    stop: StopCriterion,
+    params: RoutePackParams,
+    rng: np.random.Generator,
     pool: ThreadPoolExecutor,
-) -> None:  # fmt: skip
+) -> None:
     """Run all chains at one temperature, lower it, resample their end states; until the budget is spent."""
     hot, cold = params.hot_temperature * UNIT_J, params.cold_temperature * UNIT_J
     proposals, leg, now = 0, params.leg, stop.progress(0)
@@ -230,8 +217,7 @@ def _anneal_population(
         lower = hot * (cold / hot) ** min(1.0, now)
         energies = np.array([int(chain.state.block_u.max()) for chain in chains], np.float64)
         weights = np.exp(-(energies - energies.min()) * (1 / lower - 1 / temperature))
-        parents = systematic_resample(weights, rng.random())
-        _take_parents(chains, parents)
+        _take_parents(chains, systematic_resample(weights, rng.random()))
 
 
 def systematic_resample(weights_K: np.ndarray, offset: float) -> np.ndarray:
@@ -245,8 +231,27 @@ def systematic_resample(weights_K: np.ndarray, offset: float) -> np.ndarray:
 
 
 def _take_parents(chains: list[SwapChain], parents_K: np.ndarray) -> None:
-    """Let members that died take the state of those that survive more than once; survivors stay where they are."""
+    """Let members that died take the state of those that survive more than once; bests and random numbers stay."""
     survivors = set(parents_K.tolist())
     extra = [k for k in sorted(survivors) for _ in range(int((parents_K == k).sum()) - 1)]
     for dead, parent in zip([k for k in range(len(chains)) if k not in survivors], extra, strict=True):
-        chains[dead].copy_from(chains[parent])
+        for mine, theirs in zip(chains[dead].state, chains[parent].state, strict=True):
+            mine[:] = theirs
+
+
+def solve_open_instruct(
+    problem: Problem, *, seed: int = 0, proposals: int = OPEN_INSTRUCT_PROPOSALS
+) -> tuple[tuple[np.ndarray, np.ndarray, int], np.ndarray]:
+    """Return open-instruct's bounded sample swaps from first-fit decreasing, improvements only, and identity, [L, E].
+
+    Three proxies of equal weight, summed over rows, fall: the most tokens of a rank, the most squared tokens of a rank
+    (attention) and the most routed rows of an EP rank, averaged over layers; each relative to its mean.
+    """
+    row_N, slot_N, num_rows = pack_ffd(problem)
+    slots, placement_LE = problem.num_slots, identity_placement(problem)
+    works_NC = np.column_stack([problem.lengths, problem.lengths**2])
+    rank_LE = ranks_of_slots(placement_LE, problem.num_ranks)
+    costs = proxy_costs(problem, rank_LE, num_rows, works_NC, shares=(1 / 3, 1 / 3, 1 / 3), similar=0.0)
+    chain = SwapChain(problem, costs, row_N * slots + slot_N, num_rows, seed_state(seed))
+    chain.run(0, proposals)
+    return (chain.best_cell_of // slots, chain.best_cell_of % slots, num_rows), placement_LE

@@ -38,54 +38,33 @@ def karmarkar_karp(weights: np.ndarray, num_bins: int, *, equal_size: bool = Fal
     Knows no cap. Ties are broken by the least sample index. With ``equal_size`` the numbers of samples of two bins
     differ by at most one (verl's split over DP ranks): samples enter ``num_bins`` at a time, one for each bin.
     """
-    partials = _first_partials(weights, num_bins, equal_size=equal_size)
-    joins: list[tuple[int, int, np.ndarray]] = []
-    heap = [(int(sums[0] - sums[-1]), int(members[members >= 0].min()), k)
-            for k, (sums, members) in enumerate(partials)]  # fmt: skip
-    leaves = [members for _, members in partials]
+    width = num_bins if equal_size else 1
+    order = np.argsort(weights, kind="stable") if equal_size else np.arange(len(weights))
+    order = np.concatenate([np.full(-len(order) % width, -1), order])
+    # A partition is the weight of each part, light to heavy, and one sample of it that names it (-1: none).
+    partitions: list[tuple[np.ndarray, np.ndarray]] = []
+    heap: list[tuple[int, int, int]] = []
+    for start in range(0, len(order), width):
+        names, sums = np.full(num_bins, -1), np.zeros(num_bins, np.int64)
+        names[-width:] = order[start : start + width]
+        sums[names >= 0] = weights[names[names >= 0]]
+        heap.append((int(sums[0] - sums[-1]), int(names[names >= 0].min()), len(partitions)))
+        partitions.append((sums, names))
+    joined_to = np.arange(len(weights))
     heapq.heapify(heap)
     while len(heap) > 1:
         (_, first, a), (_, second, b) = heapq.heappop(heap), heapq.heappop(heap)
-        sums = partials[a][0] + partials[b][0][::-1]  # lightest meets heaviest
-        named = np.where(partials[a][1] >= 0, partials[a][1], partials[b][1][::-1])
-        order = np.lexsort((named, sums))
-        partials.append((sums[order], named[order]))
-        joins.append((a, b, order))
-        heapq.heappush(heap, (int(sums[order[0]] - sums[order[-1]]), min(first, second), len(partials) - 1))
-    return _bins_of_joins(leaves, joins, num_bins)
-
-
-def _first_partials(weights: np.ndarray, num_bins: int, *, equal_size: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the partitions that differencing starts from: weight and sample (-1: none) of each part, light to heavy.
-
-    One sample each, or with ``equal_size`` one for every part, from the lightest on; the first may lack some.
-    """
-    order = np.argsort(weights, kind="stable")
-    width = num_bins if equal_size else 1
-    order = np.concatenate([np.full(-len(order) % width, -1), order]) if equal_size else np.arange(len(weights))
-    partials = []
-    for start in range(0, len(order), width):
-        members, sums = np.full(num_bins, -1), np.zeros(num_bins, np.int64)
-        members[-width:] = order[start : start + width]
-        sums[members >= 0] = weights[members[members >= 0]]
-        partials.append((sums, members))
-    return partials
-
-
-def _bins_of_joins(leaves: list[np.ndarray], joins: list[tuple[int, int, np.ndarray]], num_bins: int) -> Bins:
-    """Undo the joins from the last to the first: which final bin each part of each starting partition is in."""
-    label = [np.zeros(0, np.int64)] * (len(leaves) + len(joins))
-    label[-1] = np.arange(num_bins)
-    for k in range(len(joins) - 1, -1, -1):
-        a, b, order = joins[k]
-        label[a] = np.empty(num_bins, np.int64)
-        label[a][order] = label[len(leaves) + k]
-        label[b] = label[a][::-1]
-    bins: Bins = [[] for _ in range(num_bins)]
-    for members, bin_of in zip(leaves, label, strict=False):
-        for part in np.flatnonzero(members >= 0):
-            bins[bin_of[part]].append(int(members[part]))
-    return [sorted(members) for members in bins]
+        (sums, names), (other_sums, other_names) = partitions[a], partitions[b]
+        sums, other_names = sums + other_sums[::-1], other_names[::-1]  # lightest meets heaviest
+        both = (names >= 0) & (other_names >= 0)
+        joined_to[other_names[both]] = names[both]
+        names = np.where(names >= 0, names, other_names)
+        order = np.lexsort((names, sums))
+        heapq.heappush(heap, (int(sums[order[0]] - sums[order[-1]]), min(first, second), len(partitions)))
+        partitions.append((sums[order], names[order]))
+    while (joined_to[joined_to] != joined_to).any():
+        joined_to = joined_to[joined_to]
+    return [np.flatnonzero(joined_to == name).tolist() for name in partitions[-1][1]]
 
 
 def fill_bins(bins: Bins, lengths: np.ndarray, multiple: int) -> Bins:
@@ -103,13 +82,10 @@ def fill_bins(bins: Bins, lengths: np.ndarray, multiple: int) -> Bins:
                 "Collect more samples a step, or lower data_parallel_size."
             )
         k = max(wide, key=lambda k: (int(lengths[bins[k]].sum()), -k))
-        halves: tuple[list[int], list[int]] = ([], [])
-        totals = [0, 0]
+        halves: Bins = [[], []]
         for i in sorted(bins[k], key=lambda i: (-int(lengths[i]), i)):
-            side = 0 if totals[0] <= totals[1] else 1
-            halves[side].append(i)
-            totals[side] += int(lengths[i])
-        bins[k : k + 1] = [halves[0], halves[1]]
+            min(halves, key=lambda half: int(lengths[half].sum())).append(i)
+        bins[k : k + 1] = halves
     return bins
 
 
@@ -147,16 +123,12 @@ def pack_karmarkar_karp(problem: Problem, weights: np.ndarray) -> tuple[np.ndarr
 
     Cells are dealt to rows by falling weight, as slime's balanced deal does.
     """
-    multiple = problem.topology.row_multiple
-    rows = least_rows(problem)
-    while True:
-        cells = rows * problem.num_slots
-        if cells > problem.num_samples:
-            raise RoutePackError(
-                f"Karmarkar-Karp finds no packing under the cap of {problem.max_tokens} tokens without empty cells. "
-                "Raise the cap or lower data_parallel_size."
-            )
-        bins = karmarkar_karp(weights, cells)
+    slots = problem.num_slots
+    for rows in range(least_rows(problem), problem.num_samples // slots + 1, problem.topology.row_multiple):
+        bins = karmarkar_karp(weights, rows * slots)
         if all(bins) and max(int(problem.lengths[b].sum()) for b in bins) <= problem.max_tokens:
             return cells_of_bins(bins, problem, weights)
-        rows += multiple
+    raise RoutePackError(
+        f"Karmarkar-Karp finds no packing under the cap of {problem.max_tokens} tokens without empty cells. "
+        "Raise the cap or lower data_parallel_size."
+    )

@@ -27,31 +27,19 @@ from numba import njit
 
 from costmodels import lookup_ns
 from search.load_kernels import layer_time_ns, over_cap_ns
-from search.packing.state import (
-    S_BLOCKS,
-    S_CAP,
-    S_FIXED,
-    S_GROUP_CELLS,
-    S_OVER_CAP,
-    S_ROWS_SHIFT,
-    S_SENT_DEN,
-    S_SENT_NUM,
-    S_TOKENS_SHIFT,
-    S_UNIT_GROUPS,
-)
 
 
 @njit(cache=True, nogil=True, inline="always")
 def sent_rows(costs, tokens):
     """Return the rows one rank of a slot sends when its cell holds ``tokens``."""
-    return tokens * costs.scalars[S_SENT_NUM] // costs.scalars[S_SENT_DEN]
+    return tokens * costs.sent_num // costs.sent_den
 
 
 @njit(cache=True, nogil=True, inline="always")
 def _peaks_ns(costs, peak, sent):
     """Return the time of all MoE layers, given the rows of each layer's slowest rank, and the charge above the cap."""
-    shift, layer_ns = costs.scalars[S_ROWS_SHIFT], costs.layer_ns
-    cap, row_ns = costs.scalars[S_CAP], costs.scalars[S_OVER_CAP]
+    shift, layer_ns = costs.rows_shift, costs.layer_ns
+    cap, row_ns = costs.cap, costs.over_cap_ns
     sent_ns = lookup_ns(costs.exchange_ns, shift, sent)
     total = np.int64(0)
     for m in range(peak.size):
@@ -65,8 +53,8 @@ def _peaks_ns(costs, peak, sent):
 @njit(cache=True, nogil=True, inline="always")
 def _changed_experts_ns(costs, state, move, unit, sent):
     """Return the time of a unit's MoE layers after the move."""
-    groups = costs.scalars[S_UNIT_GROUPS]
-    group_a, group_b = move.cells[0] // costs.scalars[S_GROUP_CELLS], move.cells[1] // costs.scalars[S_GROUP_CELLS]
+    groups = costs.unit_groups
+    group_a, group_b = move.cells[0] // costs.group_cells, move.cells[1] // costs.group_cells
     peak, diff, rows, others = move.peak, move.diff, state.group_rows, state.group_peak
     for m in range(peak.size):
         peak[m] = 0
@@ -88,9 +76,9 @@ def _changed_experts_ns(costs, state, move, unit, sent):
 @njit(cache=True, nogil=True, inline="always")
 def _changed_attention_ns(costs, state, move, unit):
     """Return the attention of a unit and its most tokens of a cell after the move."""
-    first = unit * costs.scalars[S_GROUP_CELLS] * costs.scalars[S_UNIT_GROUPS]
-    last = first + costs.scalars[S_GROUP_CELLS] * costs.scalars[S_UNIT_GROUPS]
-    shift = costs.scalars[S_TOKENS_SHIFT]
+    first = unit * costs.group_cells * costs.unit_groups
+    last = first + costs.group_cells * costs.unit_groups
+    shift = costs.tokens_shift
     a, b, gained = move.cells[0], move.cells[1], move.tokens[0]
     total = np.int64(0)
     for c in range(costs.cell_ns.shape[0]):
@@ -142,7 +130,7 @@ def _least_experts_ns(costs, state, group, gained, lost, sent):
     above the receive cap is left out: it only adds.
     """
     loads, rows, hot = costs.loads, state.group_peak, state.group_hot
-    shift, layer_ns = costs.scalars[S_ROWS_SHIFT], costs.layer_ns
+    shift, layer_ns = costs.rows_shift, costs.layer_ns
     sent_ns = lookup_ns(costs.exchange_ns, shift, sent)
     total = np.int64(0)
     for m in range(rows.shape[1]):
@@ -161,12 +149,12 @@ def move_delta_ns(costs, state, move, threshold, filled):
     more samples come ``filled`` and are always priced whole. Inside one group the loads of ranks stay as they are, so
     that only attention is priced.
     """
-    cells, groups, blocks = costs.scalars[S_GROUP_CELLS], costs.scalars[S_UNIT_GROUPS], costs.scalars[S_BLOCKS]
+    cells, groups, blocks = costs.group_cells, costs.unit_groups, costs.blocks
     group_a, group_b = move.cells[0] // cells, move.cells[1] // cells
     unit_a, unit_b = group_a // groups, group_b // groups
     attention, most = _changed_attention_ns(costs, state, move, unit_a)
     sent_a, sent_b = sent_rows(costs, most), np.int64(0)
-    delta_a = attention + costs.scalars[S_FIXED] - state.unit_ns[unit_a]
+    delta_a = attention + costs.fixed_ns - state.unit_ns[unit_a]
     delta_b = np.int64(0)
     if group_a == group_b:
         experts, old_sent, least = state.unit_experts[unit_a]
@@ -177,7 +165,7 @@ def move_delta_ns(costs, state, move, threshold, filled):
     if unit_a != unit_b:
         attention, most = _changed_attention_ns(costs, state, move, unit_b)
         sent_b, block_b = sent_rows(costs, most), unit_b % blocks
-        delta_b = attention + costs.scalars[S_FIXED] - state.unit_ns[unit_b]
+        delta_b = attention + costs.fixed_ns - state.unit_ns[unit_b]
     if not filled:
         if groups == 1:
             i, j = move.samples[0], move.samples[2]
@@ -208,7 +196,7 @@ def fill_rows(costs, move):
 @njit(cache=True, nogil=True, inline="always")
 def _unit_peak(costs, state, unit, peak):
     """Fill and return ``peak`` [L] with the rows of each layer's slowest rank in a unit as it is."""
-    groups, rows = costs.scalars[S_UNIT_GROUPS], state.group_peak
+    groups, rows = costs.unit_groups, state.group_peak
     for m in range(peak.size):
         peak[m] = rows[unit * groups, m]
     for group in range(unit * groups + 1, unit * groups + groups):
@@ -239,7 +227,7 @@ def move_apply(costs, state, move):
         state.core_ns[b, c] -= move.core[c]
     _refresh_cell(costs, state, a)
     _refresh_cell(costs, state, b)
-    cells, groups = costs.scalars[S_GROUP_CELLS], costs.scalars[S_UNIT_GROUPS]
+    cells, groups = costs.group_cells, costs.unit_groups
     if a // cells != b // cells:
         _add_rows(state, a // cells, move.diff, 1)
         _add_rows(state, b // cells, move.diff, -1)
@@ -279,7 +267,7 @@ def _swap_cells(state, a, b):
 @njit(cache=True, nogil=True, inline="always")
 def _refresh_cell(costs, state, cell):
     for c in range(costs.cell_ns.shape[0]):
-        dense_ns = lookup_ns(costs.cell_ns[c], costs.scalars[S_TOKENS_SHIFT], state.cell_tokens[cell])
+        dense_ns = lookup_ns(costs.cell_ns[c], costs.tokens_shift, state.cell_tokens[cell])
         state.cell_ns[c, cell] = state.core_ns[cell, c] + dense_ns
 
 
@@ -306,7 +294,7 @@ def _refresh_group(state, group):
 
 @njit(cache=True, nogil=True, inline="always")
 def _refresh_unit(costs, state, unit, peak):
-    cells = costs.scalars[S_GROUP_CELLS] * costs.scalars[S_UNIT_GROUPS]
+    cells = costs.group_cells * costs.unit_groups
     attention, most = np.int64(0), np.int64(0)
     for c in range(costs.cell_ns.shape[0]):
         slowest = np.int64(0)
@@ -322,8 +310,8 @@ def _refresh_unit(costs, state, unit, peak):
     for m in range(peak.size):
         least = min(least, peak[m])
     state.unit_experts[unit, 0], state.unit_experts[unit, 1], state.unit_experts[unit, 2] = experts, sent, least
-    total = attention + experts + costs.scalars[S_FIXED]
-    state.block_ns[unit % costs.scalars[S_BLOCKS]] += total - state.unit_ns[unit]
+    total = attention + experts + costs.fixed_ns
+    state.block_ns[unit % costs.blocks] += total - state.unit_ns[unit]
     state.unit_ns[unit] = total
 
 
@@ -341,7 +329,7 @@ def fill_state(costs, state):
         _put_in(state, i, cell)
         state.cell_tokens[cell] += costs.lengths[i]
         state.core_ns[cell] += costs.sequence_ns[i]
-        state.group_rows[cell // costs.scalars[S_GROUP_CELLS]] += costs.loads[i]
+        state.group_rows[cell // costs.group_cells] += costs.loads[i]
     for cell in range(state.cell_count.size):
         _refresh_cell(costs, state, cell)
     for group in range(state.group_peak.shape[0]):
@@ -354,4 +342,4 @@ def fill_state(costs, state):
 @njit(cache=True, nogil=True)
 def objective(costs, state):
     """Return ``B * max_b + sum_b`` over the blocks' times."""
-    return costs.scalars[S_BLOCKS] * state.block_ns.max() + state.block_ns.sum()
+    return costs.blocks * state.block_ns.max() + state.block_ns.sum()

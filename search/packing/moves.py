@@ -1,7 +1,7 @@
 """Numba kernels that draw moves and anneal a packing with them.
 
 To add a move: fill ``Move`` in a function like ``propose_two`` and draw it in ``anneal``. Then add it to
-tests/search/test_search_kernels.py. Shape suffixes as in ``search/packing/kernels.py``.
+tests/search/packing/test_kernels.py. Shape suffixes as in ``search/packing/kernels.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from search.packing.kernels import move_apply, move_delta_ns, objective
-from search.packing.state import S_GROUP_CELLS, Move
+from search.packing.state import Move
 from search.random_bits import random_below, random_threshold
 
 RELOCATE, SIMILAR, WITHIN, TWO, CELLS = range(1, 6)
@@ -27,10 +27,9 @@ TRIES = 4
 def new_move(costs):
     """Return an empty move with its scratch."""
     ranks, layers = costs.loads.shape[1], costs.loads.shape[2]
-    return Move(
-        np.zeros(2, np.int64), np.zeros(4, np.int64), np.zeros((ranks, layers), np.int32),
-        np.zeros(costs.sequence_ns.shape[1], np.int64), np.zeros(1, np.int64), np.zeros(layers, np.int32),
-    )  # fmt: skip
+    cells, samples, core = np.zeros(2, np.int64), np.zeros(4, np.int64), np.zeros(costs.sequence_ns.shape[1], np.int64)
+    diff, peak = np.zeros((ranks, layers), np.int32), np.zeros(layers, np.int32)
+    return Move(cells, samples, diff, core, np.zeros(1, np.int64), peak)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -69,7 +68,7 @@ def propose_within(costs, state, move, limits, rng):
     """Draw a swap or relocation between two cells of one group: ranks' loads stay, so that only attention is priced."""
     i = random_below(rng, costs.lengths.size)
     source = state.cell_of[i]
-    target = source - source % costs.scalars[S_GROUP_CELLS] + random_below(rng, costs.scalars[S_GROUP_CELLS])
+    target = source - source % costs.group_cells + random_below(rng, costs.group_cells)
     move.cells[0] = -1
     j = state.members[target, random_below(rng, state.cell_count[target])]
     if limits[SAME_SLOT] == 0 and state.cell_count[source] > 1 and random_below(rng, 4) == 0:
@@ -115,13 +114,13 @@ def propose_cells(costs, state, move, limits, rng):
     move.cells[0] = -1
     if limits[SAME_SLOT] > 0:
         b += a % limits[SAME_SLOT] - b % limits[SAME_SLOT]
-    if a // costs.scalars[S_GROUP_CELLS] == b // costs.scalars[S_GROUP_CELLS]:
+    if a // costs.group_cells == b // costs.group_cells:
         return
     move.cells[0], move.cells[1], move.samples[0] = a, b, -2
     move.tokens[0] = state.cell_tokens[b] - state.cell_tokens[a]
     for c in range(move.core.size):
         move.core[c] = state.core_ns[b, c] - state.core_ns[a, c]
-    _clear_rows(move)
+    move.diff[:] = 0
     for k in range(state.cell_count[a]):
         _add_rows(costs, move, state.members[a, k], -1)
     for k in range(state.cell_count[b]):
@@ -133,9 +132,8 @@ def _fill_move(costs, move, a, b):
     """Fill a move from its samples: what cell a gains."""
     move.cells[0], move.cells[1] = a, b
     move.tokens[0] = 0
-    for c in range(move.core.size):
-        move.core[c] = 0
-    _clear_rows(move)
+    move.core[:] = 0
+    move.diff[:] = 0
     for k in range(4):
         i = move.samples[k]
         if i >= 0:
@@ -144,13 +142,6 @@ def _fill_move(costs, move, a, b):
             for c in range(move.core.size):
                 move.core[c] += sign * costs.sequence_ns[i, c]
             _add_rows(costs, move, i, sign)
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _clear_rows(move):
-    for p in range(move.diff.shape[0]):
-        for m in range(move.diff.shape[1]):
-            move.diff[p, m] = 0
 
 
 @njit(cache=True, nogil=True, inline="always")

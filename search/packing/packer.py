@@ -15,7 +15,6 @@ from search.load_kernels import sample_rank_rows
 from search.packing.kernels import fill_state, objective
 from search.packing.moves import anneal
 from search.packing.state import PackCosts, PackState
-from search.params import PlannerParams
 from search.problem import Problem
 
 LEG_PROPOSALS = 4096
@@ -26,7 +25,7 @@ AMPLE = 200
 
 def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
     """Return the kernels' constants for a placement (rank of each expert, [L, E])."""
-    topology, tables = problem.topology, problem.tables
+    topology, tables, (cap, over_cap_ns) = problem.topology, problem.tables, problem.receive_wall
     order = np.argsort(problem.lengths, kind="stable")
     nothing = np.zeros((1, problem.sequence_ns.shape[1]), np.int64)
     return PackCosts(
@@ -37,12 +36,17 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
         cell_ns=problem.cell_ns,
         exchange_ns=problem.exchange_ns,
         layer_ns=np.concatenate([problem.expert_ns + problem.exchange_ns, problem.expert_ns]),
-        scalars=np.array(
-            [tables.tokens_shift, tables.rows_shift, problem.top_k * topology.blocks_per_slot,
-             topology.ranks_per_slot, topology.slots_per_block, problem.blocks_per_unit,
-             problem.num_blocks // problem.blocks_per_unit, tables.row_fixed_ns, *problem.receive_wall], np.int64
-        ),
-    )  # fmt: skip
+        tokens_shift=tables.tokens_shift,
+        rows_shift=tables.rows_shift,
+        sent_num=problem.top_k * topology.blocks_per_slot,
+        sent_den=topology.ranks_per_slot,
+        group_cells=topology.slots_per_block,
+        unit_groups=problem.blocks_per_unit,
+        blocks=problem.num_blocks // problem.blocks_per_unit,
+        fixed_ns=tables.row_fixed_ns,
+        cap=cap,
+        over_cap_ns=over_cap_ns,
+    )
 
 
 def _narrow(loads: np.ndarray) -> np.ndarray:
@@ -90,10 +94,13 @@ class PackChain:
         self.best_cell_of = cell_of
         self.proposals = self.idle = self.priced = 0
         self._refused = np.zeros(LEG_PROPOSALS // 2, np.int64)
-        self.load(costs)
+        params, same_slot = problem.params, problem.num_slots if problem.params.equal_samples else 0
+        kinds = ("relocate", "similar", "within", "two", "cell")
+        shares = [round(1024 * getattr(params, f"{kind}_share")) for kind in kinds]
+        self._limits = np.array([problem.max_tokens, *shares, same_slot], np.int64)
+        self._load(costs)
 
-    def load(self, costs: PackCosts) -> None:
-        """Take another placement's costs and start again from the best packing."""
+    def _load(self, costs: PackCosts) -> None:
         self.costs = costs
         self.state = pack_state(self.problem, costs, self.best_cell_of, self.num_rows)
         self._best_cells = self.state.cell_of.copy()
@@ -102,77 +109,52 @@ class PackChain:
     def load_if_better(self, costs: PackCosts) -> bool:
         """Take another placement's costs if the best packing is no slower under them; tell whether it was."""
         before, old = int(self.best[0]), self.costs
-        self.load(costs)
+        self._load(costs)
         if self.best[0] <= before:
             return True
-        self.load(old)
+        self._load(old)
         return False
 
-    @property
-    def gap(self) -> float:
-        """Best time above the lower bound as a share of it, blocks averaged; infinite without a bound."""
-        if self.bound_ns == 0:
-            return math.inf
-        return float(self.best[0]) / (2 * len(self.state.block_ns) * self.bound_ns) - 1.0
-
-    def restart(self) -> None:
-        """Go back to the best packing seen."""
-        self.state.cell_of[:] = self._best_cells
-        fill_state(self.costs, self.state)
-
-    def roughness(self, params: PlannerParams) -> float:
+    def roughness(self) -> float:
         """Make a cold leg; return the lowest decile of the prices it refused, as a share of a unit's mean time.
 
         That is how high the steps are that annealing must climb: it differs tenfold between workloads.
         """
-        temperature = int(2 * self._mean_ns() * params.cold_temperature)
-        self._anneal(temperature, LEG_PROPOSALS, self._limits(params))
+        self._anneal(int(2 * self._mean_ns() * self.problem.params.cold_temperature))
         prices = np.sort(self._refused[self._refused > 0])
         return float(prices[len(prices) // 10]) / (2 * self._mean_ns()) if len(prices) else 0.0
 
-    def _anneal(self, temperature_ns: int, proposals: int, limits: np.ndarray) -> None:
+    def run(self, hot: float, until: float, progress: Callable[..., float]) -> None:
+        """Anneal from ``hot`` to the cold temperature (shares of a unit's mean time) until that progress."""
+        mean_ns, begin = self._mean_ns(), self._gone(progress)
+        cold = min(hot, self.problem.params.cold_temperature) or 1e-12
+        legs = 0
+        while (now := self._gone(progress)) < until:
+            if legs == 1 and now > begin:  # the first leg, cold, shows how many proposals the budget holds
+                planned = LEG_PROPOSALS * (until - begin) / (now - begin)
+                hot = max(cold, hot * min(1.0, planned / (AMPLE * self.problem.num_samples)) ** 2)
+            legs += 1
+            share = (now - begin) / (until - begin) if legs > 1 else 1.0
+            self._anneal(int(mean_ns * 2 * hot * (cold / hot) ** share) if hot > 0 else 0)
+        self.best_cell_of = np.empty_like(self._best_cells)
+        self.best_cell_of[self.costs.order] = self._best_cells
+        self.state.cell_of[:] = self._best_cells
+        fill_state(self.costs, self.state)
+
+    def _gone(self, progress: Callable[..., float]) -> float:
+        """Return what ``progress`` says; the gap is the best time above the bound as a share of it, blocks averaged."""
+        gap = float(self.best[0]) / (2 * len(self.state.block_ns) * self.bound_ns) - 1.0 if self.bound_ns else math.inf
+        return progress(self.proposals, self.idle, gap)
+
+    def _anneal(self, temperature_ns: int) -> None:
+        """Make a leg of proposals at one temperature."""
         before = int(self.best[0])
-        priced, _ = anneal(
-            self.costs, self.state, self._best_cells, self.rng, temperature_ns, proposals, limits, self.best,
-            self._refused,
-        )  # fmt: skip
-        self.proposals += proposals
+        draws = (self.rng, temperature_ns, LEG_PROPOSALS, self._limits)
+        priced, _ = anneal(self.costs, self.state, self._best_cells, *draws, self.best, self._refused)
+        self.proposals += LEG_PROPOSALS
         self.priced += priced
-        self.idle = 0 if self.best[0] < before else self.idle + proposals
+        self.idle = 0 if self.best[0] < before else self.idle + LEG_PROPOSALS
 
     def _mean_ns(self) -> int:
         units_ns = self.state.unit_ns
         return int(units_ns.sum()) // len(units_ns) * (1 + (self.problem.num_blocks > 1))
-
-    def _limits(self, params: PlannerParams) -> np.ndarray:
-        shares = (
-            params.relocate_share, params.similar_share, params.within_share, params.two_share, params.cell_share,
-        )  # fmt: skip
-        same_slot = self.problem.num_slots if self.problem.equal_samples else 0
-        return np.array([self.problem.max_tokens, *(round(1024 * s) for s in shares), same_slot], np.int64)
-
-    def run(
-        self,
-        params: PlannerParams,
-        hot: float,
-        until: float,
-        progress: Callable[..., float],
-        leg: int = LEG_PROPOSALS,
-    ) -> None:
-        """Anneal from ``hot`` to the cold temperature (shares of a unit's mean time) until ``progress`` says
-        ``until``."""
-        mean_ns, limits = self._mean_ns(), self._limits(params)
-        begin = progress(self.proposals, self.idle, self.gap)
-        cold = min(hot, params.cold_temperature) or 1e-12
-        legs = 0
-        while (now := progress(self.proposals, self.idle, self.gap)) < until:
-            if legs == 1 and now > begin:  # the first leg, cold, shows how many proposals the budget holds
-                planned = leg * (until - begin) / (now - begin)
-                hot = max(cold, hot * min(1.0, planned / (AMPLE * self.problem.num_samples)) ** 2)
-            legs += 1
-            share = (now - begin) / (until - begin) if legs > 1 else 1.0
-            temperature = int(mean_ns * 2 * hot * (cold / hot) ** share) if hot > 0 else 0
-            self._anneal(temperature, leg, limits)
-        self.best_cell_of = np.empty_like(self._best_cells)
-        self.best_cell_of[self.costs.order] = self._best_cells
-        self.restart()

@@ -20,12 +20,16 @@ class PackCosts(NamedTuple):
     cell_ns: np.ndarray  # [C, K] int64
     exchange_ns: np.ndarray  # [K] int64, dispatch and combine of one MoE layer
     layer_ns: np.ndarray  # [2 K] int64, experts and exchange, then experts alone
-    scalars: np.ndarray  # [10] int64: see S_* below
-
-
-S_TOKENS_SHIFT, S_ROWS_SHIFT, S_SENT_NUM, S_SENT_DEN, S_GROUP_CELLS, S_UNIT_GROUPS, S_BLOCKS, S_FIXED = range(8)
-S_CAP, S_OVER_CAP = 8, 9
-"""Rows that a rank may receive, and the search's charge for each above them (0: no cap)."""
+    tokens_shift: int  # tokens between two nodes of the tables, as a power of two; likewise rows
+    rows_shift: int
+    sent_num: int  # a rank of a slot sends tokens * sent_num // sent_den rows
+    sent_den: int
+    group_cells: int  # cells of a group
+    unit_groups: int  # groups of a unit
+    blocks: int  # what meets at the end of the step
+    fixed_ns: int  # cost of a row
+    cap: int  # rows that a rank may receive
+    over_cap_ns: int  # the search's charge for each row above the cap; 0 for no cap
 
 
 class PackState(NamedTuple):

@@ -1,4 +1,4 @@
-"""Placements by step totals alone, and the two ways to write a placement: ranks and physical slots.
+"""Longest processing time first, and the two ways to write a placement: ranks and physical slots.
 
 Shape suffixes: L MoE layers, E experts.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from profiler import RoutePackError
 from search.problem import Problem
 
 
 @njit(cache=True, nogil=True)
 def lpt_layer(totals, num_ranks):
-    """Place one layer by its step totals [E]: heaviest expert first, to the lightest rank with a free place.
+    """Return the rank of each expert, [E], of one layer with these step totals [E].
 
-    Longest processing time first with equal counts (RoutePack's and EPLB's rule without replicas); ties by id. Returns
-    the rank of each expert, [E].
+    Longest processing time first with equal counts (RoutePack's and EPLB's rule without replicas): the heaviest expert
+    goes first, to the lightest rank with a free place; ties by id.
     """
     experts = totals.size
     rank_of = np.zeros(experts, np.int64)
@@ -34,10 +35,26 @@ def lpt_layer(totals, num_ranks):
     return rank_of
 
 
+def first_ranks(problem: Problem, ranks_per_node: int = 0) -> np.ndarray:
+    """Return the rank of every expert by LPT on step totals, [L, E]; nodes first, then ranks, where nodes are given."""
+    totals, per_node = problem.counts.sum(axis=0, dtype=np.int64), ranks_per_node or problem.num_ranks
+    nodes, rest = divmod(problem.num_ranks, per_node)
+    if rest:
+        raise RoutePackError(
+            f"ranks_per_node = {per_node} does not divide the {problem.num_ranks} EP ranks of a block. Give a divisor."
+        )
+    rank_LE = np.empty(totals.shape, np.int64)
+    for ranks, loads in zip(rank_LE, totals, strict=True):
+        node_of = lpt_layer(loads, nodes)
+        for node in range(nodes):
+            experts = np.flatnonzero(node_of == node)
+            ranks[experts] = node * per_node + lpt_layer(loads[experts], per_node)
+    return rank_LE
+
+
 def lpt_placement(problem: Problem) -> np.ndarray:
     """Place every layer by the step's totals, heaviest first (RoutePack's placement; EPLB without replicas), [L, E]."""
-    totals = problem.counts.sum(axis=0, dtype=np.int64)
-    return np.stack([slots_of_ranks(lpt_layer(layer, problem.num_ranks), problem.num_ranks) for layer in totals])
+    return placement_of_ranks(first_ranks(problem), problem.num_ranks)
 
 
 def identity_placement(problem: Problem) -> np.ndarray:
@@ -45,15 +62,19 @@ def identity_placement(problem: Problem) -> np.ndarray:
     return np.tile(np.arange(problem.num_experts), (problem.num_layers, 1))
 
 
-def slots_of_ranks(rank_of: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the physical slot of each expert, experts of a rank in order of id, [E]."""
-    per_rank = rank_of.size // num_ranks
-    slots = np.empty(rank_of.size, np.int64)
-    for p in range(num_ranks):
-        slots[np.flatnonzero(rank_of == p)] = p * per_rank + np.arange(per_rank)
-    return slots
-
-
 def ranks_of_slots(placement_LE: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the EP rank of each expert, [L, E], from its physical slot."""
     return placement_LE // (placement_LE.shape[1] // num_ranks)
+
+
+def placement_of_ranks(rank_LE: np.ndarray, num_ranks: int, previous_LE: np.ndarray | None = None) -> np.ndarray:
+    """Return physical slots [L, E]: experts that stay on their rank keep their old one, others go by id."""
+    slots = np.arange(rank_LE.shape[1])
+    if previous_LE is None:
+        placement = np.full(rank_LE.shape, -1)
+    else:
+        placement = np.where(ranks_of_slots(previous_LE, num_ranks) == rank_LE, previous_LE, -1)
+    for placed, ranks in zip(placement, rank_LE, strict=True):
+        arrivals = np.flatnonzero(placed < 0)
+        placed[arrivals[np.argsort(ranks[arrivals], kind="stable")]] = np.setdiff1d(slots, placed)
+    return placement

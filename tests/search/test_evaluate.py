@@ -59,7 +59,7 @@ def test_unknown_tokens_are_the_samples_average_token():
     assert problem.counts[1, 0].tolist() == [2, 2, 1, 1]  # 1.5 each: the remainder goes to the lowest ids
     assert problem.counts[2, 0].sum() == 12  # no route at all: the batch's average token
     assert problem.counts[2, 0, 0] > problem.counts[2, 0, 2]
-    assert (problem.unknown_tokens, problem.unknown_samples) == (8, 1)
+    assert problem.counters == {"unknown_tokens": 8, "unknown_samples": 1, "padding_tokens": 0}
 
 
 def test_balanced_ideal_is_what_a_balanced_plan_costs():

@@ -30,8 +30,7 @@ from search import (
 )
 from search.bounds import convex_minorant
 from search.joint import row_candidates
-from search.placement.lpt import lpt_placement
-from search.placement.placer import first_ranks
+from search.placement.lpt import first_ranks, lpt_placement
 from search.problem import least_rows
 
 SMALL = PlannerParams(max_iterations=20_000, placement_swaps=500, starts=2)

@@ -34,7 +34,7 @@ def test_receive_cap_is_hard(case):
     # What is kept free moves the search's own limit, never the job's.
     slack = build_problem(*case, replace(SMALL, max_received_rows=cap, receive_slack=0.1))
     assert slack.receive_wall[0] == round(0.9 * cap)
-    assert slack.max_received_rows == cap
+    assert slack.params.max_received_rows == cap
     with pytest.raises(RoutePackError, match="above max_received_rows = 3"):
         plan_step(*case, replace(SMALL, max_received_rows=3))
 

@@ -93,7 +93,7 @@ def test_samples_may_come_from_several_threads():
         ({"expert_counts": np.ones((2, 4), int)}, r"shape \(2, 8\)"),
         ({"expert_counts": np.ones((2, 8))}, "integers"),
         ({"expert_counts": np.array([[18, 0, 0, 0, 0, 0, 0, 0]] * 2)}, "at most once"),
-        ({"expert_counts": np.array([[9, 10, -1, 0, 0, 0, 0, 0]] * 2)}, "layer 0: expert 1"),
+        ({"expert_counts": np.array([[9, 10, -1, 0, 0, 0, 0, 0]] * 2)}, "layer 0: expert 2 has the negative count -1"),
     ],
 )
 def test_wrong_samples_are_refused_at_once_and_leave_the_rest_alone(change, message):

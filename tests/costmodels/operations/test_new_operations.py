@@ -14,7 +14,7 @@ from costmodels.learned.baseline import fit_baseline, scaled_defaults
 from costmodels.operations.catalog import OPERATIONS
 from profiler import Measurements, RoutePackError, Topology
 from search import PlannerParams, StepBatch, plan_step
-from search.placement.movement import expert_bytes, expert_move_ns
+from search.placement.movement import expert_move_ns
 
 TOPOLOGY = Topology(data_parallel_size=4, expert_model_parallel_size=4)
 LINEAR = {
@@ -164,7 +164,7 @@ def test_one_rank_a_node_tells_nothing_unless_links_between_nodes_were_timed(fit
 
 
 def test_moves_take_the_measured_time_of_a_transfer(hybrid, synthetic, fitted):
-    spec, size = hybrid.spec, expert_bytes(hybrid.spec, TOPOLOGY)
+    spec, size = hybrid.spec, hybrid.spec.expert_bytes(TOPOLOGY.expert_tensor_parallel_size)
     inside = synthetic.true_us["transfer"]({"bytes": float(size), "inter_bytes": 0.0}) * 1e3
     between = synthetic.true_us["transfer"]({"bytes": float(size), "inter_bytes": float(size)}) * 1e3
     assert hybrid.tables.expert_move_ns == pytest.approx(inside, rel=0.05)

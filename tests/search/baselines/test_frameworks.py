@@ -11,10 +11,11 @@ from search import (
     BASELINES,
     SEARCH_BASELINES,
     SHOWN_BASELINES,
+    MaxIterations,
+    MaxRuntime,
     build_problem,
     evaluate,
     price_baseline,
-    price_search_baseline,
 )
 from search.baselines.catalog import PACKINGS, PLACEMENTS, price_packing
 from search.baselines.frameworks import (
@@ -267,12 +268,8 @@ def test_names_are_priced_and_refused():
         priced, rows = price_baseline(problem, name)
         assert priced.step_ns > 0
         assert rows >= least_rows(problem)
-    for name in SEARCH_BASELINES:
-        first, rows = price_search_baseline(problem, name, iterations=500, seed=1)
-        again, _ = price_search_baseline(problem, name, iterations=500, seed=1)
-        assert first.step_ns == again.step_ns > 0
-        assert rows >= least_rows(problem)
-    assert price_search_baseline(problem, "RoutePack", seconds=0.05)[0].step_ns > 0
-    for budget in ({}, {"seconds": 1.0, "iterations": 5}):
-        with pytest.raises(ValueError, match="either seconds or iterations"):
-            price_search_baseline(problem, "RoutePack", **budget)
+    for solve in SEARCH_BASELINES.values():
+        first, again = (solve(problem, MaxIterations(500), seed=1) for _ in range(2))
+        assert price_packing(problem, *first).step_ns == price_packing(problem, *again).step_ns > 0
+        assert first[0][2] >= least_rows(problem)
+    assert price_packing(problem, *SEARCH_BASELINES["RoutePack"](problem, MaxRuntime(0.05), seed=1)).step_ns > 0

@@ -17,8 +17,7 @@ from search.packing.kernels import (
 from search.packing.moves import anneal, fill_exchange, new_move, propose, propose_cells, propose_two, propose_within
 from search.packing.packer import _narrow, pack_costs, pack_state
 from search.placement.kernels import LayerCosts, fill_layer, improve_layer, swap_apply, swap_delta_ns
-from search.placement.lpt import lpt_layer, ranks_of_slots, slots_of_ranks
-from search.placement.movement import placement_of_ranks
+from search.placement.lpt import lpt_layer, placement_of_ranks, ranks_of_slots
 from search.placement.placer import LayerLoads
 from search.random_bits import random_below, random_threshold, seed_state
 
@@ -162,7 +161,7 @@ def test_loads_too_large_for_16_bits_are_packed_the_same(drawn):
 @settings(max_examples=30, deadline=None)
 def test_every_placement_swap_equals_reevaluation(drawn):
     problem, rng, rows, placement, _, state = start(drawn)
-    loads = layer_loads(problem, state.cell_of, rows)
+    loads = LayerLoads(problem, state.cell_of, rows)
     for layer in range(problem.num_layers):
         costs, rank_of = loads.costs(layer), ranks_of_slots(placement, problem.num_ranks)[layer].copy()
         state = fill_layer(costs, rank_of, problem.num_ranks)
@@ -179,17 +178,11 @@ def test_every_placement_swap_equals_reevaluation(drawn):
                 assert (kept[[0, 2, 4]] == afresh[[0, 2, 4]]).all() if kept is state.top else (kept == afresh).all()
 
 
-def layer_loads(problem, cell_of, rows):
-    tokens = np.bincount(cell_of, weights=problem.lengths, minlength=rows * problem.num_slots).astype(np.int64)
-    sent = problem.sent_rows(tokens).reshape(rows * problem.num_blocks, -1).max(axis=1)
-    return LayerLoads(problem, cell_of // (problem.num_slots // problem.num_blocks), sent)
-
-
 @given(problems())
 @settings(max_examples=15, deadline=None)
 def test_improved_layer_is_no_worse_and_a_bijection(drawn):
     problem, rng, rows, placement, _, state = start(drawn)
-    loads = layer_loads(problem, state.cell_of, rows)
+    loads = LayerLoads(problem, state.cell_of, rows)
     ranks, move_ns = ranks_of_slots(placement, problem.num_ranks), int(rng.integers(0, 200))
     for layer in range(problem.num_layers):
         rank_of, home = ranks[layer].copy(), rng.permutation(ranks[layer])
@@ -207,7 +200,7 @@ def test_layers_sum_to_the_experts_share_of_the_plan(drawn):
     problem, _, rows, placement, costs, state = start(drawn)
     assume(problem.blocks_per_unit == 1)  # coupled blocks wait for one another: the layers' sum is only a guide there
     cell_of = in_problem_order(costs, state.cell_of)
-    loads, ranks = layer_loads(problem, cell_of, rows), ranks_of_slots(placement, problem.num_ranks)
+    loads, ranks = LayerLoads(problem, cell_of, rows), ranks_of_slots(placement, problem.num_ranks)
     total = sum(loads.layer_ns(layer, ranks[layer]) for layer in range(problem.num_layers))
     priced = evaluate(problem, cell_of // problem.num_slots, cell_of % problem.num_slots, placement, rows)
     wall_ns = wall_ns_slow(problem, priced.rank_rows_RBPL).sum()
@@ -230,7 +223,7 @@ def test_sample_loads_equal_a_loop(drawn):
 def test_lpt_is_longest_processing_time_first_with_equal_counts():
     assert lpt_layer(np.array([9, 1, 8, 2]), 2).tolist() == [0, 0, 1, 1]
     assert lpt_layer(np.array([5, 5, 5, 5]), 2).tolist() == [0, 1, 0, 1]
-    assert slots_of_ranks(np.array([0, 1, 0, 1]), 2).tolist() == [0, 2, 1, 3]
+    assert placement_of_ranks(np.array([[0, 1, 0, 1]]), 2).tolist() == [[0, 2, 1, 3]]
 
 
 def test_experts_that_stay_keep_their_slot():

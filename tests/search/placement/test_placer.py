@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from search import PlannerParams
 from search.placement.placer import PLACEMENT_SHARE, place_rows
 
 LAYERS, EXPERTS = 5, 4
@@ -20,9 +19,9 @@ class CountedLoads:
     now: float = 0.0
     swaps: list[tuple[int, int]] = field(default_factory=list)
 
-    def improve(self, layer, rank_of, home, move_ns, params, seed):
+    def improve(self, layer, rank_of, residence, swaps, seed):
         self.now += self.step
-        self.swaps.append((layer, params.placement_swaps))
+        self.swaps.append((layer, swaps))
         return 0, rank_of
 
 
@@ -35,9 +34,9 @@ class CountedLoads:
     ],
 )  # fmt: skip
 def test_a_pass_takes_its_room_of_the_wall_time_and_no_more_than_its_share(step, room, scale):
-    loads, params = CountedLoads(step), PlannerParams(placement_swaps=1000)
+    loads = CountedLoads(step)
     start = np.zeros((LAYERS, EXPERTS), np.int64)
-    place_rows(loads, [start], None, params, 0, lambda: loads.now, room)
+    place_rows(loads, [start], None, 1000, 0, lambda: loads.now, room)
     swaps = pytest.approx(1000 * scale, abs=1)
     assert loads.swaps[0] == (0, 1000)
     again = [(0, swaps)] if scale > 1 else []  # the layer that showed the time gets its share as well
@@ -46,8 +45,8 @@ def test_a_pass_takes_its_room_of_the_wall_time_and_no_more_than_its_share(step,
 
 def test_every_layer_takes_the_best_of_its_starts():
     class Loads(CountedLoads):
-        def improve(self, layer, rank_of, home, move_ns, params, seed):
+        def improve(self, layer, rank_of, residence, swaps, seed):
             return int(abs(rank_of[0] - layer)), rank_of
 
     starts = [np.full((LAYERS, EXPERTS), rank) for rank in (4, 0, 2)]
-    assert place_rows(Loads(0.0), starts, None, PlannerParams(), 0)[:, 0].tolist() == [0, 0, 2, 4, 4]  # ties: the first
+    assert place_rows(Loads(0.0), starts, None, 1000, 0)[:, 0].tolist() == [0, 0, 2, 4, 4]  # ties: the first
