@@ -112,7 +112,7 @@ class CostModel:
         time_us, extrapolated = model.predict_us(features)
         return time_us * factor, extrapolated
 
-    def floor_us(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> float:
+    def floor_us(self, op: str, direction: str, features: Mapping[str, Any]) -> float:
         """Return the time of one call with nothing to do, microseconds."""
         model, factor = self.model_of(op, direction)
         return model.own.floor_us(features) * factor

@@ -4,7 +4,7 @@ A table holds a time at equally spaced nodes ``0, 1 << shift, 2 << shift ...``; 
 arithmetic, so that a look-up costs a few instructions, equals itself on every machine, and differences are exact.
 Tables never fall (falling stretches are pooled when they are frozen).
 
-Shape suffixes: C attention classes, K nodes of a table (each table has its own number).
+Shapes: C attention classes, K nodes (as many as the table's own range needs).
 
 Invariants: every table is int64, non-negative, non-decreasing; its nodes cover every value the search can ask (cells
 never exceed ``max_tokens_per_microbatch``), so a look-up never leaves the table.
@@ -12,9 +12,12 @@ never exceed ``max_tokens_per_microbatch``), so a look-up never leaves the table
 
 from __future__ import annotations
 
+import io
+import json
+import zipfile
+import zlib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numba import njit
@@ -22,7 +25,8 @@ from numba import njit
 from profiler.errors import RoutePackError
 from profiler.files import arrays_hash, canonical_json, write_bytes
 
-TABLES_SCHEMA_VERSION = 1
+TABLES_SCHEMA_VERSION = 2
+TABLES = ("sequence_ns", "cell_ns", "expert_rank_ns", "exchange_ns")
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -44,10 +48,7 @@ def lookup_many_ns(table: np.ndarray, shift: int, x: np.ndarray) -> np.ndarray:
 
 def node_shift(largest: int, max_nodes: int = 4096) -> int:
     """Return the least node spacing (as a shift) with which a table up to ``largest`` has at most ``max_nodes``."""
-    shift = 0
-    while (largest >> shift) + 2 > max_nodes:
-        shift += 1
-    return shift
+    return (largest // (max_nodes - 1)).bit_length()
 
 
 def table_nodes(largest: int, shift: int) -> np.ndarray:
@@ -67,10 +68,10 @@ class StepTables:
     backward and both directions of the exchange are already inside.
     """
 
-    sequence_ns: tuple[np.ndarray, ...]
-    """Per class, [K] over sequence length: the attention core time one sequence adds to its cell, one layer."""
-    cell_ns: tuple[np.ndarray, ...]
-    """Per class, [K] over a cell's tokens: launch floors, projections, shared expert or dense FFN, one layer."""
+    sequence_ns: np.ndarray
+    """[C, K] over sequence length: the attention core time one sequence adds to its cell, one layer."""
+    cell_ns: np.ndarray
+    """[C, K] over a cell's tokens: launch floors, projections, shared expert or dense FFN, one layer."""
     class_layers: np.ndarray
     """[C] int64: number of hidden layers priced by each class."""
     class_names: tuple[str, ...]
@@ -102,19 +103,14 @@ class StepTables:
     """Measured time of one expert's parameters and optimizer state from rank to rank; 0 where none was measured."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence_ns", "cell_ns"):
-            if len(getattr(self, name)) != len(self.class_layers):
-                raise ValueError(f"Expected one {name} table per class ({len(self.class_layers)}).")
-        for name, table in self._tables():
-            if table.dtype != np.int64 or table.ndim != 1 or table.size < 2:
-                raise ValueError(f"Expected table {name} to be a vector of int64, got {table.dtype} {table.shape}.")
-            if table[0] < 0 or (np.diff(table) < 0).any():
+        if not len(self.sequence_ns) == len(self.cell_ns) == len(self.class_layers):
+            raise ValueError(f"Expected one sequence and one cell table per class ({len(self.class_layers)}).")
+        for name in TABLES:
+            table = getattr(self, name)
+            if table.dtype != np.int64 or table.shape[-1] < 2:
+                raise ValueError(f"Expected table {name} to be of int64 nodes, got {table.dtype} {table.shape}.")
+            if (table[..., 0] < 0).any() or (np.diff(table) < 0).any():
                 raise ValueError(f"Table {name} falls or is negative: times must never fall with size.")
-
-    def _tables(self) -> list[tuple[str, np.ndarray]]:
-        named = [(f"sequence_ns_{c}", table) for c, table in enumerate(self.sequence_ns)]
-        named += [(f"cell_ns_{c}", table) for c, table in enumerate(self.cell_ns)]
-        return [*named, ("expert_rank_ns", self.expert_rank_ns), ("exchange_ns", self.exchange_ns)]
 
     @property
     def max_rows(self) -> int:
@@ -124,24 +120,19 @@ class StepTables:
     @property
     def tables_hash(self) -> str:
         """SHA-256 over every table and number."""
-        return arrays_hash(
-            **dict(self._tables()), class_layers=self.class_layers,
-            scalars=np.frombuffer(canonical_json(self._scalars()).encode(), dtype=np.uint8),
-        )  # fmt: skip
+        return arrays_hash(**self._arrays())
 
-    def _scalars(self) -> dict[str, Any]:
-        skipped = {"sequence_ns", "cell_ns", "class_layers", "expert_rank_ns", "exchange_ns"}
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
-        # Tables without it keep the hash that they had before it existed.
-        return named if self.expert_move_ns else {k: v for k, v in named.items() if k != "expert_move_ns"}
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """Return what a file of tables holds: the arrays, and everything else as the JSON of one more."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        header = {name: value for name, value in values.items() if name not in arrays}
+        text = canonical_json({"schema_version": TABLES_SCHEMA_VERSION, **header})
+        return {**arrays, "header": np.frombuffer(text.encode(), dtype=np.uint8)}
 
     def save(self, path: Path | str) -> None:
         """Write one ``.npz`` (no pickle; the same bytes for the same tables)."""
-        header = {"schema_version": TABLES_SCHEMA_VERSION, "classes": len(self.class_layers), **self._scalars()}
-        arrays = dict(self._tables())
-        arrays["class_layers"] = self.class_layers
-        arrays["header"] = np.frombuffer(canonical_json(header).encode(), dtype=np.uint8)
-        write_bytes(path, npz_bytes(arrays))
+        write_bytes(path, npz_bytes(self._arrays()))
 
     @classmethod
     def load(cls, path: Path | str) -> StepTables:
@@ -150,46 +141,27 @@ class StepTables:
         Raises
         ------
         RoutePackError
-            If the file is missing, damaged, or of a newer schema.
+            If the file is missing, damaged, or of another schema.
         """
-        import json
-
         arrays = read_npz(path, "Frozen tables")
         try:
-            header = json.loads(arrays["header"].tobytes())
+            header = json.loads(arrays.pop("header").tobytes())
             version = header.pop("schema_version")
             if version != TABLES_SCHEMA_VERSION:
                 raise RoutePackError(
                     f"Frozen tables {path} have schema_version {version}, this version reads {TABLES_SCHEMA_VERSION}. "
                     "Run `routepack fit` again, or update routepack-tune."
                 )
-            classes = range(header.pop("classes"))
-            header["class_names"] = tuple(header["class_names"])
-            header["notes"] = tuple(header["notes"])
-            return cls(
-                sequence_ns=tuple(arrays[f"sequence_ns_{c}"] for c in classes),
-                cell_ns=tuple(arrays[f"cell_ns_{c}"] for c in classes),
-                class_layers=arrays["class_layers"],
-                expert_rank_ns=arrays["expert_rank_ns"],
-                exchange_ns=arrays["exchange_ns"],
-                **header,
-            )
+            header |= {name: tuple(header[name]) for name in ("class_names", "notes")}
+            return cls(**{**header, **arrays})
         except (KeyError, TypeError, ValueError) as error:
             raise RoutePackError(f"Frozen tables {path} are damaged: {error}. Run `routepack fit` again.") from None
 
 
 def npz_bytes(arrays: dict[str, np.ndarray]) -> bytes:
-    """Return an ``.npz`` archive with fixed time stamps, names in order: equal arrays give equal bytes."""
-    import io
-    import zipfile
-
+    """Return an ``.npz`` archive, names in order: equal arrays give equal bytes (numpy states no time)."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in sorted(arrays):
-            member = io.BytesIO()
-            np.lib.format.write_array(member, np.ascontiguousarray(arrays[name]), allow_pickle=False)
-            archive.writestr(zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0)), member.getvalue(),
-                             zipfile.ZIP_DEFLATED)  # fmt: skip
+    np.savez_compressed(buffer, **dict(sorted(arrays.items())))  # type: ignore[arg-type]
     return buffer.getvalue()
 
 
@@ -201,9 +173,6 @@ def read_npz(path: Path | str, what: str) -> dict[str, np.ndarray]:
     RoutePackError
         If the file is missing, truncated, or holds objects.
     """
-    import zipfile
-    import zlib
-
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}

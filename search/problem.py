@@ -153,7 +153,7 @@ def build_problem(
         lengths=lengths,
         counts=_fill_unknown(batch, lengths, spec.top_k),
         sequence_ns=np.ascontiguousarray((sequence * layers).T),
-        cell_ns=np.ascontiguousarray(np.stack(tables.cell_ns) * layers),
+        cell_ns=tables.cell_ns * layers,
         expert_ns=tables.expert_rank_ns,
         exchange_ns=tables.exchange_ns,
         tables=tables,

@@ -34,8 +34,8 @@ def make_tables(rng, spec, topology, max_tokens, max_nodes=64, fixed_ns=100):
     length_shift, rows_shift = node_shift(max_tokens, max_nodes), node_shift(rows, max_nodes)
     lengths, width = table_nodes(max_tokens, length_shift), table_nodes(rows, rows_shift)
     return StepTables(
-        sequence_ns=tuple((lengths * int(rng.integers(1, 20)) + lengths**2 // 7).astype(np.int64) for _ in range(2)),
-        cell_ns=tuple(rising(rng, len(lengths), int(rng.integers(0, 500)), 80 << length_shift) for _ in range(2)),
+        sequence_ns=np.stack([lengths * int(rng.integers(1, 20)) + lengths**2 // 7 for _ in range(2)]),
+        cell_ns=np.stack([rising(rng, len(lengths), int(rng.integers(0, 500)), 80 << length_shift) for _ in range(2)]),
         class_layers=np.array([spec.num_layers, spec.num_layers], np.int64),
         class_names=("full/moe/forward", "full/moe/backward"),
         expert_rank_ns=rising(rng, len(width), int(rng.integers(1, 500)), 30 << rows_shift),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +29,10 @@ class LayerClass:
 
     window: int
     moe: bool
+    linear: bool
+    """Its attention is a gated delta rule."""
     direction: str
     layers: int
-    linear: bool = False
-    """Its attention is a gated delta rule."""
 
     @property
     def name(self) -> str:
@@ -38,22 +40,36 @@ class LayerClass:
         attention = "linear" if self.linear else f"window{self.window}" if self.window else "full"
         return f"{attention}/{'moe' if self.moe else 'dense'}/{self.direction}"
 
+    @property
+    def core(self) -> str:
+        """The operation of its attention core."""
+        return "linear_attention" if self.linear else "attention"
 
+
+@dataclass(frozen=True)
 class Pricer:
-    """Price the parts of a step in nanoseconds, unrounded, straight from the models: what tables approximate."""
+    """Price the parts of a step in nanoseconds, unrounded; every feature is that of one rank."""
 
-    def __init__(self, model: CostModel, spec: ModelSpec, topology: Topology, max_tokens: int) -> None:
-        self.model, self.spec, self.topology, self.max_tokens = model, spec, topology, max_tokens
-        self.has = {op for op, _ in model.models}
+    model: CostModel
+    spec: ModelSpec
+    topology: Topology
+    max_tokens: int
+
+    def has(self, op: str) -> bool:
+        """Return whether an operation was measured."""
+        return (op, "forward") in self.model.models
+
+    def timed(self, op: str, shape: Mapping[str, Any] | None = None) -> Mapping[str, tuple[float, float]] | None:
+        """Return the timed range of every size feature of a shape, None if the shape was never timed."""
+        return self.model.models[op, "forward"].knows(shape or {})
 
     def classes(self) -> list[LayerClass]:
         """Return every (window or linear, MoE or dense, direction) of the model, in order of appearance."""
         spec = self.spec
-        linear = spec.linear_layers or (False,) * spec.num_layers
-        kinds = list(zip(spec.windows, spec.moe_layers, linear, strict=True))
+        kinds = list(zip(spec.windows, spec.moe_layers, spec.linear_layers or [False] * spec.num_layers, strict=True))
         return [
-            LayerClass(window, moe, direction, kinds.count((window, moe, mark)) * self.passes(direction), mark)
-            for window, moe, mark in dict.fromkeys(kinds)
+            LayerClass(*kind, direction, kinds.count(kind) * self.passes(direction))
+            for kind in dict.fromkeys(kinds)
             for direction in DIRECTIONS
         ]
 
@@ -61,72 +77,20 @@ class Pricer:
         """Return how often a layer runs in a direction per microbatch: forward twice where it is recomputed."""
         return 2 if direction == "forward" and self.model.params.recompute_activations else 1
 
-    def attention_shape(self, window: int, linear: bool = False) -> dict[str, int]:
-        """Return the shape features of the attention core on one tensor-parallel rank."""
+    def core_shape(self, window: int, linear: bool = False) -> dict[str, int]:
+        """Return the shape features of an attention core."""
         heads = self.spec.attention_heads(self.topology.tensor_model_parallel_size, linear)
         names = ("num_heads", "num_kv_heads", "qk_head_dim", "v_head_dim")
         return dict(zip(names, heads, strict=True)) | ({} if linear else {"window": window})
 
-    def full_cell(self, length: np.ndarray, window: int, linear: bool = False) -> dict[str, np.ndarray]:
-        """Return the attention features of cells filled with equal sequences of each length."""
-        count = np.maximum(1, self.max_tokens // length)
-        sizes = {"tokens": count * length, "num_sequences": count, "max_length": length}
-        if not linear:
-            sizes["pairs"] = count * causal_pairs(length, window)
-        shape = self.attention_shape(window, linear)
-        return sizes | {name: np.full_like(length, value) for name, value in shape.items()}
-
-    def sequence_ns(self, length: np.ndarray, kind: LayerClass) -> np.ndarray:
-        """Return the time one sequence adds to its full cell, floor taken off; 0 at length 0."""
-        result = np.zeros(length.size)
-        some = length > 0
-        features = self.full_cell(length[some], kind.window, kind.linear)
-        time_us, _ = self.model.predict_us(_core_of(kind), kind.direction, features)
-        floor_us = self._attention_floor_us(kind)
-        share = features["num_sequences"] * self.topology.context_parallel_size
-        result[some] = np.maximum(time_us - floor_us, 0.0) / share * 1e3
-        return result
-
-    def _attention_floor_us(self, kind: LayerClass) -> float:
-        shape = {**self.attention_shape(kind.window, kind.linear), "tokens": 1}
-        return self.model.floor_us(_core_of(kind), kind.direction, _vectors(shape))
-
-    def gemms(self, moe: bool, linear: bool = False) -> tuple[tuple[int, int], ...]:
-        """Return the (n, k) of the dense GEMMs of one layer on one tensor-parallel rank."""
-        spec, tensor = self.spec, self.topology.tensor_model_parallel_size
-        width = spec.shared_intermediate_size if moe else spec.dense_intermediate_size
-        return (*spec.attention_projections(tensor, linear), *spec.feed_forward(width, tensor))
-
-    def cell_ns(self, tokens: np.ndarray, kind: LayerClass) -> np.ndarray:
-        """Return floors, dense GEMMs and router of one layer for cells of so many tokens."""
-        total_us = np.full(tokens.size, self._attention_floor_us(kind))
-        if kind.moe and "router" in self.has:
-            # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
-            total_us += self._floored_us("router", kind.direction, tokens, self.topology.ranks_per_slot,
-                                         self.router_shape())  # fmt: skip
-        if "dense" not in self.has:
-            return total_us * 1e3
-        for n, k in self.gemms(kind.moe, kind.linear):
-            share = self.topology.context_parallel_size
-            total_us += self._floored_us("dense", kind.direction, tokens, share, {"n": n, "k": k})
-        return total_us * 1e3
-
+    @property
     def router_shape(self) -> dict[str, int]:
-        """Return the shape features of the router."""
+        """The shape features of the router."""
         return {"hidden_size": self.spec.hidden_size, "num_experts": self.spec.num_experts, "top_k": self.spec.top_k}
 
-    def _floored_us(
-        self, op: str, direction: str, tokens: np.ndarray, ranks: int, shape: dict[str, int]
-    ) -> np.ndarray:  # fmt: skip
-        """Return the time of a rank's share of the tokens, never below that of a call with nothing to do."""
-        local = np.maximum(tokens / ranks, 1.0)
-        features = {"tokens": local, **{name: np.full(local.size, value) for name, value in shape.items()}}
-        floor_us = self.model.floor_us(op, direction, _vectors({"tokens": 1, **shape}))
-        time_us, _ = self.model.predict_us(op, direction, features)
-        return np.where(tokens > 0, np.maximum(time_us, floor_us), floor_us)
-
+    @property
     def experts_shape(self) -> dict[str, int]:
-        """Return the shape features of one rank's experts."""
+        """The shape features of the experts."""
         spec, topology = self.spec, self.topology
         return {
             "local_experts": max(1, spec.num_experts // topology.expert_model_parallel_size),
@@ -135,48 +99,88 @@ class Pricer:
             "num_experts": spec.num_experts,
         }
 
-    def experts_features(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def full_cell(self, length: np.ndarray, kind: LayerClass) -> dict[str, Any]:
+        """Return the attention features of cells filled with equal sequences of each length."""
+        count = np.maximum(1, self.max_tokens // length)
+        sizes = {"tokens": count * length, "num_sequences": count, "max_length": length}
+        if not kind.linear:
+            sizes["pairs"] = count * causal_pairs(length, kind.window)
+        return sizes | self.core_shape(kind.window, kind.linear)
+
+    def sequence_ns(self, length: np.ndarray, kind: LayerClass) -> np.ndarray:
+        """Return the time one sequence adds to its full cell, floor taken off; 0 at length 0."""
+        features = self.full_cell(np.maximum(length, 1), kind)
+        added_us = np.maximum(self._us(kind.core, kind.direction, features) - self._core_floor_us(kind), 0.0)
+        share = features["num_sequences"] * self.topology.context_parallel_size
+        return np.where(length > 0, added_us / share * 1e3, 0.0)
+
+    def cell_ns(self, tokens: np.ndarray, kind: LayerClass) -> np.ndarray:
+        """Return floors, dense GEMMs and router of one layer for cells of so many tokens."""
+        spec, topology = self.spec, self.topology
+        tensor, context = topology.tensor_model_parallel_size, topology.context_parallel_size
+        width = spec.shared_intermediate_size if kind.moe else spec.dense_intermediate_size
+        gemms = (*spec.attention_projections(tensor, kind.linear), *spec.feed_forward(width, tensor))
+        parts: list[tuple[str, int, dict[str, int]]] = [("dense", context, {"n": n, "k": k}) for n, k in gemms]
+        if kind.moe:
+            # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
+            parts.insert(0, ("router", topology.ranks_per_slot, self.router_shape))
+        total_us = np.full(tokens.size, self._core_floor_us(kind))
+        for op, ranks, shape in parts:
+            if self.has(op):
+                floor_us = self.model.floor_us(op, kind.direction, {"tokens": 1, **shape})
+                features = {"tokens": np.maximum(tokens / ranks, 1.0), **shape}
+                time_us = np.maximum(self._us(op, kind.direction, features), floor_us)
+                total_us += np.where(tokens > 0, time_us, floor_us)
+        return total_us * 1e3
+
+    def experts_features(self, rows: np.ndarray) -> dict[str, Any]:
         """Return features of so many rows on one rank, spread over its experts with a typical skew."""
-        shape = self.experts_shape()
-        counts = skewed_counts(rows, shape["local_experts"])
+        counts = skewed_counts(rows, self.experts_shape["local_experts"])
         sizes = {
             "rows": rows,
             "active_experts": (counts > 0).sum(axis=1),
             "padded_rows": padded_rows(counts).sum(axis=1),
             "max_rows": counts.max(axis=1),
-            "router_tokens": np.zeros_like(rows),
+            "router_tokens": 0,
         }
-        return sizes | {name: np.full_like(rows, value) for name, value in shape.items()}
+        return sizes | self.experts_shape
 
     def expert_rank_ns(self, rows: np.ndarray) -> np.ndarray:
         """Return forward + backward of one layer's experts on a rank; rows are of all blocks a slot spreads over."""
         local = -(-rows // self.topology.blocks_per_slot)
-        floors = {direction: self._experts_floor_us(direction) for direction in DIRECTIONS}
-        total_us = np.full(rows.size, sum(self.passes(direction) * floor for direction, floor in floors.items()))
-        some = local > 0
-        features = self.experts_features(local[some])
+        features, one_row = self.experts_features(np.maximum(local, 1)), self.experts_features(np.array([1]))
+        total_us = np.zeros(rows.size)
         for direction in DIRECTIONS:
-            time_us, _ = self.model.predict_us("experts", direction, features)
-            total_us[some] += self.passes(direction) * np.maximum(time_us - floors[direction], 0.0)
+            # A rank without rows never takes more than one of a single row.
+            one_us = float(self._us("experts", direction, one_row)[0])
+            floor_us = min(self.model.floor_us("experts", direction, self.experts_shape), one_us)
+            time_us = np.maximum(self._us("experts", direction, features), floor_us)
+            total_us += self.passes(direction) * np.where(local > 0, time_us, floor_us)
         return total_us * 1e3
-
-    def _experts_floor_us(self, direction: str) -> float:
-        """Return the time of a rank without rows: never more than that of one row."""
-        one, _ = self.model.predict_us("experts", direction, self.experts_features(np.array([1])))
-        return min(self.model.floor_us("experts", direction, _vectors(self.experts_shape())), float(one[0]))
 
     def exchange_ns(self, rows: np.ndarray) -> np.ndarray:
         """Return dispatch + combine, forward + backward, of one layer; zeros where nothing is exchanged or known."""
         ranks = self.topology.expert_model_parallel_size
         total_us = np.zeros(rows.size)
-        if ranks == 1 or "alltoall" not in self.has:
+        if ranks == 1 or not self.has("alltoall"):
             return total_us
         sent = rows / self.topology.blocks_per_slot * self.spec.hidden_size * 2.0
         outside = self.outside_share() if self.knows_network("alltoall") else 0.0
-        features = {"bytes": np.maximum(sent, 1.0), "inter_bytes": outside * sent, "ranks": np.full(rows.size, ranks)}
+        features = {"bytes": np.maximum(sent, 1.0), "inter_bytes": outside * sent, "ranks": ranks}
         for direction in DIRECTIONS:
-            total_us += 2.0 * self.passes(direction) * self.model.predict_us("alltoall", direction, features)[0]
+            total_us += 2.0 * self.passes(direction) * self._us("alltoall", direction, features)
         return total_us * 1e3
+
+    def expert_move_ns(self) -> float:
+        """Return the mean time of moving one expert to another rank of its block; 0 where none was measured."""
+        ranks = self.topology.expert_model_parallel_size
+        if ranks == 1 or not self.has("transfer"):
+            return 0.0
+        size = float(self.spec.expert_bytes(self.topology.expert_tensor_parallel_size))
+        inside_us, between_us = self._us("transfer", "forward", {"bytes": size, "inter_bytes": np.array([0.0, size])})
+        # Of the other ranks: itself is none of them.
+        between = self.outside_share() * ranks / (ranks - 1) if self.knows_network("transfer") else 0.0
+        return float((1.0 - between) * inside_us + between * between_us) * 1e3
 
     def outside_share(self) -> float:
         """Return the share of an EP rank's peers, itself included, that are on other nodes; 0 if unknown.
@@ -192,24 +196,15 @@ class Pricer:
 
     def knows_network(self, *ops: str) -> bool:
         """Return whether times between nodes were measured for any of these operations."""
-        models = [self.model.models[op, "forward"] for op in ops if (op, "forward") in self.model.models]
-        return any("inter_bytes" in ranges for model in models for ranges in model.shapes.values())
+        return any("inter_bytes" in (self.timed(op) or {}) for op in ops if self.has(op))
 
-    def expert_move_ns(self) -> float:
-        """Return the mean time of moving one expert to another rank of its block; 0 where none was measured."""
-        ranks = self.topology.expert_model_parallel_size
-        if ranks == 1 or "transfer" not in self.has:
-            return 0.0
-        size = float(self.spec.expert_bytes(self.topology.expert_tensor_parallel_size))
-        features = {"bytes": np.array([size, size]), "inter_bytes": np.array([0.0, size])}
-        inside_us, between_us = self.model.predict_us("transfer", "forward", features)[0]
-        # Of the other ranks: itself is none of them.
-        between = self.outside_share() * ranks / (ranks - 1) if self.knows_network("transfer") else 0.0
-        return float((1.0 - between) * inside_us + between * between_us) * 1e3
+    def _us(self, op: str, direction: str, features: Mapping[str, Any]) -> np.ndarray:
+        return self.model.predict_us(op, direction, features)[0]
 
-
-def _core_of(kind: LayerClass) -> str:
-    return "linear_attention" if kind.linear else "attention"
+    def _core_floor_us(self, kind: LayerClass) -> float:
+        return self.model.floor_us(
+            kind.core, kind.direction, {"tokens": 1, **self.core_shape(kind.window, kind.linear)}
+        )
 
 
 def skewed_counts(rows: np.ndarray, experts: int) -> np.ndarray:
@@ -221,7 +216,3 @@ def skewed_counts(rows: np.ndarray, experts: int) -> np.ndarray:
     edges = np.rint(rows[:, None] * (np.cumsum(weight) / weight.sum())).astype(np.int64)
     edges[:, -1] = rows
     return np.diff(edges, axis=1, prepend=0)
-
-
-def _vectors(features: dict[str, int]) -> dict[str, np.ndarray]:
-    return {name: np.array([value]) for name, value in features.items()}

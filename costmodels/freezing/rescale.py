@@ -15,7 +15,7 @@ condition number of the scaled columns is at most :data:`MOST_CONDITION` (Belsle
 Diagnostics", 1980: 30). Nothing is corrected where that leaves one factor for all, where steps are few, or where
 held-out steps are predicted no better than before.
 
-Shape suffixes: S steps, B EP blocks, C components, G groups of components, P ridges.
+Shape suffixes: S steps, B EP blocks, C components, G groups of components, R rows of a step: its time, its groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.tables import StepTables
+from costmodels.tables import TABLES, StepTables
 from profiler import RoutePackError
 
 COMPONENTS = ("attention", "experts", "exchange", "rest")
@@ -91,165 +91,51 @@ def fit_rescale(blocks_SBC: np.ndarray, measured_S: np.ndarray, parts_SC: np.nda
     RoutePackError
         If steps are too few, components too much alike, a factor is out of range, or held-out steps gain nothing.
     """
-    _check(blocks_SBC, measured_S)
     used = _inliers(np.log(measured_S / blocks_SBC.sum(axis=2).max(axis=1)))
-    set_aside = tuple(np.setdiff1d(np.arange(measured_S.size), used).tolist())
-    _check(blocks_SBC[used], measured_S[used])
-    blocks_SBC, measured_S = blocks_SBC[used], measured_S[used]
-    parts_SC = np.full((used.size, len(COMPONENTS)), np.nan) if parts_SC is None else parts_SC[used]
+    if used.size < LEAST_STEPS:
+        raise RoutePackError(
+            f"{used.size} steps with a usable measured time are too few to correct the cost model by: give at least "
+            f"{LEAST_STEPS}."
+        )
+    set_aside = np.setdiff1d(np.arange(measured_S.size), used).tolist()
+    # From here on seconds are shares of the step's measured time, and factors are sought as deviations from 1.
+    blocks_SBC = blocks_SBC[used] / measured_S[used, None, None]
+    parts_SC = np.full_like(blocks_SBC[:, 0], np.nan) if parts_SC is None else parts_SC[used] / measured_S[used, None]
     slowest_S = blocks_SBC.sum(axis=2).argmax(axis=1)
     for _ in range(ROUNDS):
-        system = _System.of(blocks_SBC, slowest_S, measured_S, parts_SC)
-        factors_C = system.factors()
-        again_S = (blocks_SBC @ factors_C).argmax(axis=1)
-        if (again_S == slowest_S).all():
+        groups, rows_SRG, off_SR, condition = _least_squares(blocks_SBC[np.arange(used.size), slowest_S], parts_SC)
+        deviation_G, ridge = _deviation(rows_SRG, off_SR)
+        factors_C = _spread(groups, 1.0 + deviation_G, 1.0)
+        before_S, slowest_S = slowest_S, (blocks_SBC @ factors_C).argmax(axis=1)
+        if (before_S == slowest_S).all():
             break
-        slowest_S = again_S
-    held_out_S = (blocks_SBC @ system.held_out_factors()[:, :, None])[:, :, 0].max(axis=1)
-    before_S, after_S = (p / measured_S - 1.0 for p in (blocks_SBC.sum(axis=2).max(axis=1), held_out_S))
+    before_S, after_S = blocks_SBC.sum(axis=2).max(axis=1) - 1.0, np.empty(used.size)
+    for step in range(used.size):
+        others = np.arange(used.size) != step
+        held_out_G, _ = _deviation(rows_SRG[others], off_SR[others])
+        after_S[step] = (blocks_SBC[step] @ _spread(groups, 1.0 + held_out_G, 1.0)).max() - 1.0
     _check_outcome(factors_C, before_S, after_S)
-    errors_C = system.standard_errors()
+    errors_C = _spread(groups, _standard_errors(rows_SRG, off_SR, deviation_G, ridge), np.nan)
     return Rescale(
-        factors={name: float(factor) for name, factor in zip(COMPONENTS, factors_C, strict=True)},
+        factors=dict(zip(COMPONENTS, factors_C.tolist(), strict=True)),
         standard_errors={n: None if np.isnan(e) else float(e) for n, e in zip(COMPONENTS, errors_C, strict=True)},
-        groups=tuple(tuple(COMPONENTS[c] for c in group) for group in system.groups),
-        ridge=system.ridge, condition=system.condition, steps=int(used.size), set_aside=set_aside,
-        error_before_pct=100.0 * _rms(before_S), error_after_pct=100.0 * _rms(after_S),
-    )  # fmt: skip
+        groups=tuple(tuple(COMPONENTS[c] for c in group) for group in groups),
+        ridge=ridge,
+        condition=condition,
+        steps=used.size,
+        set_aside=tuple(set_aside),
+        error_before_pct=100.0 * _rms(before_S),
+        error_after_pct=100.0 * _rms(after_S),
+    )
 
 
 def rescaled_tables(tables: StepTables, factors: Mapping[str, float], note: str) -> StepTables:
     """Return tables with every component's times multiplied by its factor and rounded; ``note`` joins their notes."""
-
-    def scaled(table: np.ndarray, component: str) -> np.ndarray:
-        return np.rint(table * factors[component]).astype(np.int64)  # rounding keeps the order: tables never fall
-
-    return replace(
-        tables,
-        sequence_ns=tuple(scaled(table, "attention") for table in tables.sequence_ns),
-        cell_ns=tuple(scaled(table, "attention") for table in tables.cell_ns),
-        expert_rank_ns=scaled(tables.expert_rank_ns, "experts"),
-        exchange_ns=scaled(tables.exchange_ns, "exchange"),
-        row_fixed_ns=round(tables.row_fixed_ns * factors["rest"]),
-        notes=(*tables.notes, note),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _System:
-    """Hold the least squares, one group of rows a step, in deviations of the factors from 1."""
-
-    groups: tuple[tuple[int, ...], ...]
-    gram_SGG: np.ndarray
-    moment_SG: np.ndarray
-    row_SG: np.ndarray
-    """The step's own row: shares of its measured time."""
-    residual_S: np.ndarray
-    """Its relative residual with all factors 1."""
-    squares: float
-    """Sum of the squared residuals of all rows with all factors 1."""
-    rows: int
-    condition: float
-    ridge: float
-
-    @classmethod
-    def of(cls, blocks_SBC: np.ndarray, slowest_S: np.ndarray, measured_S: np.ndarray, parts_SC: np.ndarray) -> _System:
-        """Build the system of the slowest blocks, with components that are too much alike joined."""
-        steps = np.arange(measured_S.size)
-        x_SC = blocks_SBC[steps, slowest_S] / measured_S[:, None]
-        y_SC = parts_SC / measured_S[:, None]
-        kept = np.flatnonzero((x_SC / x_SC.sum(axis=1, keepdims=True)).mean(axis=0) >= LEAST_SHARE)
-        groups: list[tuple[int, ...]] = [(int(c),) for c in kept]
-        joined = False
-        while True:
-            row_SG = np.stack([x_SC[:, g].sum(axis=1) for g in groups], axis=1)
-            part_SG = np.stack([y_SC[:, g].sum(axis=1) for g in groups], axis=1)  # NaN where a component is unknown
-            known_SG = np.isfinite(part_SG)
-            extra_SG = np.where(known_SG, row_SG, 0.0)
-            gram_SGG = row_SG[:, :, None] * row_SG[:, None, :]
-            diagonal = np.arange(len(groups))
-            gram_SGG[:, diagonal, diagonal] += extra_SG**2
-            alike_GG, condition = _alike(gram_SGG.sum(axis=0))
-            if condition <= MOST_CONDITION:
-                break
-            first, second = np.unravel_index(alike_GG.argmax(), alike_GG.shape)
-            low, high = sorted((int(first), int(second)))
-            groups[low] += groups.pop(high)
-            joined = True
-        if joined and len(groups) == 1:
-            raise RoutePackError(
-                f"The components ({', '.join(COMPONENTS[c] for c in kept)}) rise and fall together in these "
-                f"{measured_S.size} steps (condition number above {MOST_CONDITION:g}), and one factor for all would "
-                "change no plan. Give steps of more varied lengths and routes, or columns attention_s, experts_s and "
-                "exchange_s."
-            )
-        residual_S = 1.0 - x_SC.sum(axis=1)
-        off_SG = np.where(known_SG, part_SG - row_SG, 0.0)
-        found = cls(
-            groups=tuple(groups), gram_SGG=gram_SGG, row_SG=row_SG, residual_S=residual_S,
-            moment_SG=row_SG * residual_S[:, None] + extra_SG * off_SG,
-            squares=float((residual_S**2).sum() + (off_SG**2).sum()), rows=int(measured_S.size + known_SG.sum()),
-            condition=condition, ridge=RIDGES[0],
-        )  # fmt: skip
-        return replace(found, ridge=found._best_ridge(np.ones(measured_S.size, dtype=bool)))
-
-    def factors(self) -> np.ndarray:
-        """Return the factors of all steps, [C]."""
-        return self._spread(self._deviations(self.gram_SGG.sum(axis=0), self.moment_SG.sum(axis=0), self.ridge))
-
-    def held_out_factors(self) -> np.ndarray:
-        """Return for every step the factors and ridge that the others choose, [S, C]."""
-        found = []
-        for step in range(self.residual_S.size):
-            others = np.arange(self.residual_S.size) != step
-            gram, moment = self.gram_SGG[others].sum(axis=0), self.moment_SG[others].sum(axis=0)
-            found.append(self._spread(self._deviations(gram, moment, self._best_ridge(others))))
-        return np.stack(found)
-
-    def standard_errors(self) -> np.ndarray:
-        """Return the standard errors of the factors, [C]; NaN where a component keeps its times."""
-        gram, moment = self.gram_SGG.sum(axis=0), self.moment_SG.sum(axis=0)
-        inverse = np.linalg.inv(gram + self.ridge * np.eye(len(gram)))
-        deviation = inverse @ moment
-        squares = self.squares - 2 * deviation @ moment + deviation @ gram @ deviation
-        variance = max(0.0, squares) / max(1.0, self.rows - float(np.trace(inverse @ gram)))
-        errors = np.full(len(COMPONENTS), np.nan)
-        for group, error in zip(self.groups, np.sqrt(variance * np.diag(inverse)), strict=True):
-            errors[list(group)] = error
-        return errors
-
-    def _best_ridge(self, used_S: np.ndarray) -> float:
-        """Return the least ridge whose leave-one-out error among the used steps is near the least."""
-        gram_SGG, moment_SG = self.gram_SGG[used_S], self.moment_SG[used_S]
-        gram_SGG, moment_SG = gram_SGG.sum(axis=0) - gram_SGG, moment_SG.sum(axis=0) - moment_SG
-        errors = []
-        for ridge in RIDGES:
-            deviation_SG = self._deviations(gram_SGG, moment_SG, ridge)
-            errors.append(_rms(self.residual_S[used_S] - (self.row_SG[used_S] * deviation_SG).sum(axis=1)))
-        return next(r for r, error in zip(RIDGES, errors, strict=True) if error <= RIDGE_SLACK * min(errors))
-
-    @staticmethod
-    def _deviations(gram: np.ndarray, moment: np.ndarray, ridge: float) -> np.ndarray:
-        solved = np.linalg.solve(gram + ridge * np.eye(gram.shape[-1]), moment[..., None])
-        return np.asarray(solved[..., 0])
-
-    def _spread(self, deviation_G: np.ndarray) -> np.ndarray:
-        factors = np.ones(len(COMPONENTS))
-        for group, deviation in zip(self.groups, deviation_G, strict=True):
-            factors[list(group)] += deviation
-        return factors
-
-
-def _check(blocks_SBC: np.ndarray, measured_S: np.ndarray) -> None:
-    if measured_S.size < LEAST_STEPS:
-        raise RoutePackError(
-            f"{measured_S.size} steps with a usable measured time are too few to correct the cost model by: give at "
-            f"least {LEAST_STEPS}."
-        )
-    if not (np.isfinite(blocks_SBC).all() and (blocks_SBC >= 0).all() and blocks_SBC.sum(axis=2).max(axis=1).min() > 0):
-        raise ValueError("Expected finite predicted components, not negative and not all 0.")
-    if not (np.isfinite(measured_S).all() and (measured_S > 0).all()):
-        raise ValueError("Expected finite measured times above 0.")
+    components = dict(zip(TABLES, ("attention", "attention", "experts", "exchange"), strict=True))
+    # Rounding keeps the order: tables never fall.
+    scaled = {n: np.rint(getattr(tables, n) * factors[of]).astype(np.int64) for n, of in components.items()}
+    fixed_ns = round(tables.row_fixed_ns * factors["rest"])
+    return replace(tables, **scaled, row_fixed_ns=fixed_ns, notes=(*tables.notes, note))
 
 
 def _inliers(log_error_S: np.ndarray) -> np.ndarray:
@@ -260,13 +146,68 @@ def _inliers(log_error_S: np.ndarray) -> np.ndarray:
     return inside if inside.size >= (1 - MOST_OUTLYING) * log_error_S.size else np.arange(log_error_S.size)
 
 
-def _alike(gram_GG: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the cosines between columns (-1 on the diagonal) and the condition number of the scaled columns."""
-    norm = np.sqrt(np.diag(gram_GG))
-    cosine = gram_GG / np.outer(norm, norm)
-    values = np.linalg.eigvalsh(cosine)
-    condition = float(np.sqrt(values[-1] / max(values[0], 1e-15)))
-    return cosine - 2.0 * np.eye(len(norm)), condition
+def _least_squares(
+    share_SC: np.ndarray, part_SC: np.ndarray
+) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray, float]:
+    """Return groups, rows [S, R, G], residuals [S, R] with all factors 1 (rows that are not known are 0), condition."""
+    kept = np.flatnonzero((share_SC / share_SC.sum(axis=1, keepdims=True)).mean(axis=0) >= LEAST_SHARE)
+    groups: list[tuple[int, ...]] = [(int(c),) for c in kept]
+    while True:
+        share_SG, part_SG = (np.stack([x[:, g].sum(axis=1) for g in groups], axis=1) for x in (share_SC, part_SC))
+        known_SG = np.isfinite(part_SG)  # False where any component of the group is unknown
+        part_SGG = np.where(known_SG, share_SG, 0.0)[:, :, None] * np.eye(len(groups))
+        rows_SRG = np.concatenate([share_SG[:, None], part_SGG], axis=1)
+        columns = rows_SRG.reshape(-1, len(groups))
+        columns = columns / np.linalg.norm(columns, axis=0)
+        condition = float(np.linalg.cond(columns))
+        if condition <= MOST_CONDITION:
+            break
+        alike_GG = columns.T @ columns - 2.0 * np.eye(len(groups))
+        low, high = sorted(int(g) for g in np.unravel_index(alike_GG.argmax(), alike_GG.shape))
+        groups[low] += groups.pop(high)
+    if len(groups) == 1 < kept.size:
+        raise RoutePackError(
+            f"The components ({', '.join(COMPONENTS[c] for c in kept)}) rise and fall together in these "
+            f"{len(share_SC)} steps (condition number above {MOST_CONDITION:g}), and one factor for all would change "
+            "no plan. Give steps of more varied lengths and routes, or columns attention_s, experts_s and exchange_s."
+        )
+    off_SG = np.where(known_SG, part_SG - share_SG, 0.0)
+    return groups, rows_SRG, np.column_stack([1.0 - share_SC.sum(axis=1), off_SG]), condition
+
+
+def _deviation(rows_SRG: np.ndarray, off_SR: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return the deviations [G], and their ridge: the least whose leave-one-out error is near the least."""
+    gram_SGG = np.einsum("srg,srh->sgh", rows_SRG, rows_SRG)
+    moment_SG = np.einsum("srg,sr->sg", rows_SRG, off_SR)
+    gram_GG, moment_G = gram_SGG.sum(axis=0), moment_SG.sum(axis=0)
+    errors = []
+    for ridge in RIDGES:
+        others_SG = _solved(gram_GG - gram_SGG, moment_G - moment_SG, ridge)
+        errors.append(_rms(off_SR[:, 0] - (rows_SRG[:, 0] * others_SG).sum(axis=1)))
+    ridge = next(r for r, error in zip(RIDGES, errors, strict=True) if error <= RIDGE_SLACK * min(errors))
+    return _solved(gram_GG, moment_G, ridge), ridge
+
+
+def _solved(gram: np.ndarray, moment: np.ndarray, ridge: float) -> np.ndarray:
+    solved = np.linalg.solve(gram + ridge * np.eye(gram.shape[-1]), moment[..., None])
+    return np.asarray(solved[..., 0])
+
+
+def _standard_errors(rows_SRG: np.ndarray, off_SR: np.ndarray, deviation_G: np.ndarray, ridge: float) -> np.ndarray:
+    rows, off = rows_SRG.reshape(-1, deviation_G.size), off_SR.reshape(-1)
+    gram_GG = rows.T @ rows
+    inverse_GG = np.linalg.inv(gram_GG + ridge * np.eye(deviation_G.size))
+    freedom = np.count_nonzero(rows.any(axis=1)) - float(np.trace(inverse_GG @ gram_GG))
+    variance = float(np.sum((off - rows @ deviation_G) ** 2)) / max(1.0, freedom)
+    return np.asarray(np.sqrt(variance * np.diag(inverse_GG)))
+
+
+def _spread(groups: list[tuple[int, ...]], values_G: np.ndarray, other: float) -> np.ndarray:
+    """Return every component's value of its group, ``other`` where it is in none, [C]."""
+    values_C = np.full(len(COMPONENTS), other)
+    for group, value in zip(groups, values_G, strict=True):
+        values_C[list(group)] = value
+    return values_C
 
 
 def _check_outcome(factors_C: np.ndarray, before_S: np.ndarray, after_S: np.ndarray) -> None:

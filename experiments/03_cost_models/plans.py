@@ -111,8 +111,8 @@ def curve_tables(curves: RawCurves, tables: StepTables, work: Work) -> StepTable
     kinds = pricer.classes()
     return replace(
         tables,
-        sequence_ns=tuple(_table(pricer.sequence_ns(tokens, kind)) for kind in kinds),
-        cell_ns=tuple(_table(pricer.cell_ns(tokens, kind)) for kind in kinds),
+        sequence_ns=np.stack([_table(pricer.sequence_ns(tokens, kind)) for kind in kinds]),
+        cell_ns=np.stack([_table(pricer.cell_ns(tokens, kind)) for kind in kinds]),
         expert_rank_ns=_table(pricer.expert_rank_ns(rows)),
         exchange_ns=_table(pricer.exchange_ns(rows)),
     )
@@ -140,8 +140,8 @@ def token_tables(tables: StepTables, work: Work) -> StepTables:
     busy = np.array([mean_rows])
     return replace(
         tables,
-        sequence_ns=tuple(line(table, tables.length_shift, lengths, tokens) for table in tables.sequence_ns),
-        cell_ns=tuple(line(table, tables.tokens_shift, full, tokens) for table in tables.cell_ns),
+        sequence_ns=np.stack([line(table, tables.length_shift, lengths, tokens) for table in tables.sequence_ns]),
+        cell_ns=np.stack([line(table, tables.tokens_shift, full, tokens) for table in tables.cell_ns]),
         expert_rank_ns=line(tables.expert_rank_ns, tables.rows_shift, busy, rows),
         exchange_ns=line(tables.exchange_ns, tables.rows_shift, busy, rows),
     )

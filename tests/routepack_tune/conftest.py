@@ -12,6 +12,7 @@ import pytest
 from strategies import make_tables
 
 from costmodels import tables_key
+from costmodels.tables import TABLES
 from profiler import fingerprint_device
 from profiler.files import write_json
 from routepack_tune import tune
@@ -70,11 +71,7 @@ def write_cost_model(folder, settings, fingerprint):
     tables = make_tables(np.random.default_rng(0), settings.model, settings.topology, 256)
     key = tables_key(settings.model, settings.topology, settings.max_tokens_per_microbatch)
     # Milliseconds, so that planning is short against a step, as in real work.
-    slow = {
-        name: tuple(t * 100_000 for t in getattr(tables, name)) if name in ("sequence_ns", "cell_ns") else
-        getattr(tables, name) * 100_000
-        for name in ("sequence_ns", "cell_ns", "expert_rank_ns", "exchange_ns")
-    }  # fmt: skip
+    slow = {name: getattr(tables, name) * 100_000 for name in TABLES}
     dataclasses.replace(tables, key=key, **slow).save(folder / "tables.npz")
     header = {"schema_version": 1, "fingerprint": fingerprint.to_dict(), "data_hash": "0" * 64}
     header |= {"model": {"name": settings.model.name}, "topology": dataclasses.asdict(settings.topology)}

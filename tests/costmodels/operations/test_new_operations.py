@@ -1,15 +1,14 @@
 """Router, linear attention, transfers, links between nodes: few rows and parameters, and what plans make of them."""
 
-import io
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from costmodels import CostModel, FitParams, StepTables, fit_cost_model, freeze_tables
+from costmodels import CostModel, FitParams, fit_cost_model, freeze_tables
 from costmodels.features import checked_columns
 from costmodels.fit import fit_operation
-from costmodels.freezing.freeze import Pricer
+from costmodels.freezing.pricer import Pricer
 from costmodels.learned.baseline import fit_baseline, scaled_defaults
 from costmodels.operations.catalog import OPERATIONS
 from profiler import Measurements, RoutePackError, Topology
@@ -105,7 +104,7 @@ def test_a_full_cell_of_a_linear_layer_costs_what_the_model_says(hybrid):
     pricer = Pricer(hybrid, hybrid.spec, TOPOLOGY, 2048)
     kind = pricer.classes()[2]
     for length in (128, 1024):
-        features = pricer.full_cell(np.array([length]), 0, True)
+        features = pricer.full_cell(np.array([length]), kind)
         time_us = hybrid.predict_us("linear_attention", "forward", features)[0][0]
         floor_us = hybrid.floor_us("linear_attention", "forward", features)
         each = float(pricer.sequence_ns(np.array([length]), kind)[0]) / 1e3
@@ -120,7 +119,7 @@ def test_routers_are_priced_in_moe_layers_where_they_were_measured(hybrid):
         for kind in pricer.classes():
             more = pricer.cell_ns(tokens, kind) - other.cell_ns(tokens, kind)
             local = np.maximum(tokens / topology.ranks_per_slot, 1.0)
-            shape = {name: np.full(3, value) for name, value in pricer.router_shape().items()}
+            shape = {name: np.full(3, value) for name, value in pricer.router_shape.items()}
             alone, _ = hybrid.predict_us("router", kind.direction, {"tokens": local, **shape})
             assert more[1:] == pytest.approx((1e3 * alone * kind.moe)[1:])
     assert "routers are not priced: none was measured" in freeze_tables(without, hybrid.spec, TOPOLOGY, 2048).notes
@@ -175,18 +174,6 @@ def test_moves_take_the_measured_time_of_a_transfer(hybrid, synthetic, fitted):
     assert expert_move_ns(spec, TOPOLOGY, hybrid.tables, stated) == size / 10.0
     assert fitted.tables.expert_move_ns == 0
     assert expert_move_ns(spec, TOPOLOGY, fitted.tables, free) == size / 25.0
-
-
-def test_tables_of_older_versions_load_and_keep_their_hash(fitted, hybrid, tmp_path):
-    """They lack the measured move; with it, it survives the file."""
-    for tables in (fitted.tables, hybrid.tables):
-        tables.save(tmp_path / "tables.npz")
-        loaded = StepTables.load(tmp_path / "tables.npz")
-        assert (loaded.expert_move_ns, loaded.tables_hash) == (tables.expert_move_ns, tables.tables_hash)
-    fitted.tables.save(tmp_path / "old.npz")
-    with np.load(io.BytesIO((tmp_path / "old.npz").read_bytes())) as archive:
-        assert b"expert_move_ns" not in archive["header"].tobytes()
-    assert replace(fitted.tables, expert_move_ns=5).tables_hash != fitted.tables.tables_hash
 
 
 def test_a_hybrid_model_is_saved_loaded_and_planned_with(hybrid, tmp_path):
