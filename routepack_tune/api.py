@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profiler.errors import RoutePackError
+from profiler.files import write_text
 from routepack_tune.bundle import check_replaceable, load_planner
 from routepack_tune.config import Config, load_config
 from routepack_tune.costmodel_files import COST_MODEL_FILE, cost_model_header, fingerprint_of, tables_of
@@ -66,9 +67,9 @@ def profile(
         asked = [flag for flag, value in given.items() if value]
         measurements = _import_published(published, out, asked, settings.profile.exchange)
     if report and is_first_rank():
-        from routepack_tune.reports.profile import write_profile_report
+        from routepack_tune.reports.profile import REPORT_FILE, profile_page
 
-        write_profile_report(measurements, out)
+        write_text(out / REPORT_FILE, profile_page(measurements))
     return measurements
 
 
@@ -131,7 +132,7 @@ def fit(
     """
     from costmodels import CostModel, fit_cost_model
     from profiler import Measurements
-    from routepack_tune.reports.fit import write_fit_report
+    from routepack_tune.reports.fit import REPORT_FILE, fit_page, fit_pictures
     from routepack_tune.tracking.fit_tracking import track_fit
     from routepack_tune.tracking.store import tracking_uri
 
@@ -145,7 +146,9 @@ def fit(
         batches, settings.model, settings.topology, settings.max_tokens_per_microbatch, settings.fit, observer, siblings
     )
     model.save(out)
-    track_fit(model, out, write_fit_report(model, batches, out), uri, settings.tune.experiment)
+    pictures = fit_pictures(model, batches)
+    write_text(Path(out) / REPORT_FILE, fit_page(model, pictures))
+    track_fit(model, out, pictures, uri, settings.tune.experiment)
     return model
 
 

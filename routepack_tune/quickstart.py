@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler import Observer, RoutePackError
-from profiler.files import write_bytes, write_json
+from profiler.files import write_bytes, write_json, write_text
 from routepack_tune import api
 from routepack_tune.bundle import load_planner
 from routepack_tune.config import load_config
@@ -124,23 +124,20 @@ def _compare(out: Path) -> list[Outcome]:
 
 
 def _report(out: Path, config: Path, outcomes: list[Outcome]) -> Path:
-    from routepack_tune.reports.quickstart import Report, parities_of, write_report
-    from routepack_tune.reports.tuning_figures import course
+    from routepack_tune.reports.quickstart import parities_of, quickstart_page
     from search import Plan
 
     planner = load_planner(out / "bundle")
     step = out / "steps" / f"step{NUM_STEPS - 1:02d}.npz"
-    before, after = loads_before_and_after(planner, load_step_batch(step, planner.spec), Plan.load(out / "plan.json"))
+    loads = loads_before_and_after(planner, load_step_batch(step, planner.spec), Plan.load(out / "plan.json"))
     document = read_study(out / "study")
-    return write_report(out / "report.html", Report(
-        title="RoutePack-Tune: quickstart",
+    page = quickstart_page(
         subtitle=f"{planner.spec.name} on {planner.topology.data_parallel_size} data-parallel slots, expert "
         f"parallelism {planner.topology.expert_model_parallel_size}. Step batches are synthetic; step times are "
         "predicted.",
         outcomes=outcomes,
-        before=before,
-        after=after,
-        course=course(document["summary"]["history"]),
+        loads=loads,
+        history=document["summary"]["history"],
         parities=parities_of(out / "costmodel"),
         facts=_facts(document, config),
         notes=[
@@ -148,9 +145,9 @@ def _report(out: Path, config: Path, outcomes: list[Outcome]) -> Path:
             "Times are predicted by models learned from published H200 measurements (aiconfigurator 0.7.0).",
             *planner.notes,
         ],
-        marks={"times": "synthetic batches, predicted times", "load": "synthetic batches", "parity": "published times",
-               "tuning": "synthetic batches, predicted and measured times"},
-    ))  # fmt: skip
+    )
+    write_text(out / "report.html", page)
+    return out / "report.html"
 
 
 def _facts(document: dict[str, Any], config: Path) -> dict[str, str]:

@@ -16,11 +16,13 @@ import matplotlib.pyplot as plt
 
 import routepack_tune as rt
 from routepack_tune.reports.comparison import compare_planners, loads_before_and_after
-from routepack_tune.reports.figures import plot_rank_load, plot_time_split
+from routepack_tune.reports.figures import STYLE
+from routepack_tune.reports.quickstart import plot_rank_load, plot_time_split
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "before-after.png"
 
 
+@matplotlib.rc_context(STYLE)
 def draw(folder: Path) -> None:
     """Write the picture from the bundle and the last (held-out) step batch of a quickstart's folder."""
     planner = rt.load_planner(folder / "bundle")

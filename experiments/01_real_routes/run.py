@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import csv
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import routepack_tune as rt
 from routepack_tune.reports.comparison import Outcome, compare_planners
-from routepack_tune.reports.figures import plot_time_split, save_png
+from routepack_tune.reports.figures import panels, save_png
+from routepack_tune.reports.quickstart import plot_time_split
 
 HERE = Path(__file__).parent
 CONFIG = """\
@@ -66,7 +68,8 @@ def report(outcomes: dict[str, list[Outcome]]) -> None:
                     [step, o.planner, *times, o.rows, f"{o.lost_share:.4f}", f"{o.plan_s:.3f}", f"{speed:.3f}"]
                 )
                 print(f"{step[-10:-4]} {o.planner:42s} {o.step_s:7.3f} s  {speed:5.2f}x  lost {o.lost_share:6.1%}")
-    save_png(plot_time_split(outcomes[PLANNED[-1]]).figure, HERE / "figure.png")
+    last = outcomes[PLANNED[-1]]
+    save_png(panels(7.2, 0.62 * len(last) + 1.2, partial(plot_time_split, last)), HERE / "figure.png")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import matplotlib
+from matplotlib.figure import Figure
 from methods import OURS
 from records import CheckRecord, PlanRecord
 
-from routepack_tune.reports.figures import AFTER, EXPERTS, INK, REST, new_figure, save_png, styled
+from routepack_tune.reports.figures import AFTER, EXPERTS, INK, REST, STYLE, save_png
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,6 @@ def curves(records: Sequence[PlanRecord], regime: str) -> list[Curve]:
 def plot_curves(found: Sequence[Curve], title: str, ax: Any) -> None:
     """Draw what the step time exceeds the ideal by against planning time, both on logarithmic axes; name the best
     rule."""
-    styled(ax)
     rules = [curve for curve in found if not curve.search]
     for curve in found:
         excess = [100 * (ratio - 1) for ratio in curve.above_ideal]
@@ -74,11 +75,12 @@ def plot_curves(found: Sequence[Curve], title: str, ax: Any) -> None:
     ax.set_ylabel("step time above ideal, % (predicted)")
 
 
+@matplotlib.rc_context(STYLE)
 def draw_curves(records: Sequence[PlanRecord], regimes: Sequence[str], path: Path) -> None:
     """Write the picture of step time against planning time, one panel a regime."""
     columns = min(4, len(regimes))
     rows = math.ceil(len(regimes) / columns)
-    figure = new_figure(4.2 * columns, 3.4 * rows)
+    figure = Figure(figsize=(4.2 * columns, 3.4 * rows))
     for k, regime in enumerate(regimes):
         plot_curves(curves(records, regime), regime, figure.add_subplot(rows, columns, k + 1))
     handles: dict[str, Any] = {}
@@ -104,10 +106,11 @@ def drift_steps(checks: Sequence[CheckRecord], policy: str, quantity: str) -> li
     return [median(values[step]) for step in sorted(values)]
 
 
+@matplotlib.rc_context(STYLE)
 def draw_checks(checks: Sequence[CheckRecord], path: Path) -> None:
     """Write the picture of movement over drifting steps and of growth in samples and layers."""
-    figure = new_figure(15, 3.4)
-    left, middle, right = (styled(figure.add_subplot(1, 3, k)) for k in (1, 2, 3))
+    figure = Figure(figsize=(15, 3.4))
+    left, middle, right = (figure.add_subplot(1, 3, k) for k in (1, 2, 3))
     for policy, colour in (("sticky", AFTER), ("stickiness 0", EXPERTS), ("from scratch", REST)):
         moved = drift_steps(checks, policy, "moved share")
         left.plot(range(1, len(moved) + 1), [100 * share for share in moved], "o-", color=colour, label=policy)
@@ -117,7 +120,7 @@ def draw_checks(checks: Sequence[CheckRecord], path: Path) -> None:
     left.set_ylabel("experts relocated, %")
     left.legend(frameon=False, fontsize=8, labelcolor=INK)
     for ax, what in ((middle, "samples"), (right, "layers")):
-        memory = styled(ax.twinx())
+        memory = ax.twinx()
         memory.spines["right"].set_visible(True)
         lines = []
         drawn = (

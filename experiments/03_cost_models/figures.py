@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from gates import GATED, GATES
+from matplotlib.figure import Figure
 from plans import BASELINE, MODEL, TOKENS
 from records import CheckRecord, ErrorRecord
 from summary import contestants_of, plan_medians
 
-from routepack_tune.reports.figures import AFTER, BEFORE, EXPERTS, INK, new_figure, save_png, styled
-from routepack_tune.reports.fit_figures import colour_of
+from routepack_tune.reports.figures import AFTER, BEFORE, EXPERTS, INK, STYLE, save_png
+from routepack_tune.reports.fit import colour_of
 
 
+@matplotlib.rc_context(STYLE)
 def draw_errors(records: Sequence[ErrorRecord], path: Path) -> None:
     """Write mean errors of every contestant and task, one panel a GPU; a bar marks the gate."""
     gpus = list(dict.fromkeys(record.gpu for record in records))
@@ -23,13 +26,12 @@ def draw_errors(records: Sequence[ErrorRecord], path: Path) -> None:
     tasks = [
         task for task in dict.fromkeys([*GATES, *(r.task for r in records)]) if any(r.task == task for r in records)
     ]
-    figure = new_figure(4.6 + 3.4 * len(gpus), 0.34 * len(tasks) + 1.4)
+    figure = Figure(figsize=(4.6 + 3.4 * len(gpus), 0.34 * len(tasks) + 1.4))
     axes = figure.subplots(1, len(gpus), squeeze=False, sharey=True)[0]
     names = contestants_of(records)
     by_key = {record.key: record for record in records}
     y = np.arange(len(tasks))[::-1]
     for ax, gpu in zip(axes, gpus, strict=True):
-        styled(ax)
         for place, name in enumerate(names):
             found = [(where, by_key[gpu, task, name].mape_pct) for where, task in zip(y, tasks, strict=True)
                      if (gpu, task, name) in by_key]  # fmt: skip
@@ -49,13 +51,14 @@ def draw_errors(records: Sequence[ErrorRecord], path: Path) -> None:
     save_png(figure, path)
 
 
+@matplotlib.rc_context(STYLE)
 def draw_plans(checks: Sequence[CheckRecord], path: Path) -> None:
     """Write how much slower plans are that were made with worse times."""
     medians = plan_medians(checks)
     if not medians:
         return
-    figure = new_figure(7.2, 0.9 * len(medians) + 1.2)
-    ax = styled(figure.add_subplot())
+    figure = Figure(figsize=(7.2, 0.9 * len(medians) + 1.2))
+    ax = figure.add_subplot()
     y = np.arange(len(medians))[::-1].astype(np.float64)
     for place, (kind, colour) in enumerate(((TOKENS, EXPERTS), (BASELINE, BEFORE), (MODEL, AFTER))):
         values = [of.get(kind, np.nan) for of in medians.values()]

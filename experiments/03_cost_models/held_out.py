@@ -24,7 +24,7 @@ from costmodels.learned.trees import grow_trees
 from costmodels.learned.validation import LARGEST, SHAPES, SIZES, HeldOut, error_summary, held_out_folds, hold_out
 from costmodels.operations.catalog import OPERATIONS
 from profiler import Measurements, import_published
-from routepack_tune.reports.fit_figures import contestant_label, contestants
+from routepack_tune.reports.fit import contestant_label, contestants
 
 GPUS = {"H200": "h200_sxm", "H100": "h100_sxm", "A100": "a100_sxm"}
 MEGABYTE = 1e6

@@ -18,7 +18,7 @@ from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.residual import fit_residual
 from costmodels.operations.catalog import OPERATIONS
 from profiler import load_model
-from routepack_tune.reports.fit_figures import coverages
+from routepack_tune.reports.fit import coverages
 
 CHECK, FITTED = "serving", "fitted"
 LOOKUPS = 20_000_000

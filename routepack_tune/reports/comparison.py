@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
@@ -43,13 +44,16 @@ def compare_planners(planner: Planner, batches: Sequence[StepBatch], seed: int =
 
     A baseline that finds no packing under the cap for a batch is left out.
     """
-    from search import DEFAULT_BASELINE, SHOWN_BASELINES
+    found: dict[str, list[Outcome]] = {}
+    for batch in batches:
+        for one in _outcomes(planner, batch, seed):
+            found.setdefault(one.planner, []).append(one)
+    return [_mean(outcomes) for outcomes in found.values() if len(outcomes) == len(batches)]
 
-    per_batch = [_outcomes(planner, batch, seed) for batch in batches]
-    names = [DEFAULT_BASELINE, *(name for name in SHOWN_BASELINES if name != DEFAULT_BASELINE), TUNED]
-    return [
-        _mean(name, [found[name] for found in per_batch]) for name in names if all(name in found for found in per_batch)
-    ]
+
+def _mean(outcomes: Sequence[Outcome]) -> Outcome:
+    step, attention, experts, rest, lost, rows, plan = np.mean([astuple(one)[1:] for one in outcomes], axis=0).tolist()
+    return Outcome(outcomes[0].planner, step, attention, experts, rest, lost, round(rows), plan)
 
 
 def _problem(planner: Planner, batch: StepBatch) -> Problem:
@@ -59,28 +63,23 @@ def _problem(planner: Planner, batch: StepBatch) -> Problem:
     return build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens, planner.params)
 
 
-def _outcomes(planner: Planner, batch: StepBatch, seed: int) -> dict[str, Outcome]:
+def _outcomes(planner: Planner, batch: StepBatch, seed: int) -> Iterator[Outcome]:
     from search import SHOWN_BASELINES, price_baseline
 
     problem = _problem(planner, batch)
-    found: dict[str, Outcome] = {}
 
-    def tell(name: str, predicted: StepTime, rows: int) -> None:
-        plan_s, step_s = time.perf_counter() - begin, predicted.step_time_s
-        split = (predicted.attention_s, predicted.experts_s, predicted.rest_s)
-        found[name] = Outcome(name, step_s, *split, lost_share(problem, step_s, rows), rows, plan_s)
+    def outcome(name: str, begin: float, of: StepTime, rows: int) -> Outcome:
+        plan_s, lost = time.perf_counter() - begin, lost_share(problem, of.step_time_s, rows)
+        return Outcome(name, of.step_time_s, of.attention_s, of.experts_s, of.rest_s, lost, rows, plan_s)
 
     for name in SHOWN_BASELINES:
         begin = time.perf_counter()
-        try:
+        with contextlib.suppress(RoutePackError):  # Karmarkar-Karp knows no cap: some batches it cannot pack
             priced, rows = price_baseline(problem, name)
-        except RoutePackError:  # Karmarkar-Karp knows no cap: some batches it cannot pack
-            continue
-        tell(name, priced.step_time(), rows)
+            yield outcome(name, begin, priced.step_time(), rows)
     begin = time.perf_counter()
     plan = planner.plan(batch, seed=seed)
-    tell(TUNED, plan.predicted, plan.num_rows)
-    return found
+    yield outcome(TUNED, begin, plan.predicted, plan.num_rows)
 
 
 def lost_share(problem: Problem, step_time_s: float, rows: int) -> float:
@@ -89,11 +88,6 @@ def lost_share(problem: Problem, step_time_s: float, rows: int) -> float:
 
     ideal_s = balanced_ns(problem, rows) * 1e-9 / problem.tables.pipeline_stages
     return max(0.0, 1.0 - ideal_s / step_time_s)
-
-
-def _mean(name: str, outcomes: Sequence[Outcome]) -> Outcome:
-    step, attention, experts, rest, lost, rows, plan = np.mean([astuple(one)[1:] for one in outcomes], axis=0).tolist()
-    return Outcome(name, step, attention, experts, rest, lost, round(rows), plan)
 
 
 @dataclass(frozen=True, slots=True)

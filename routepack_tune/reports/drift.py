@@ -88,8 +88,7 @@ class DriftReport:
     def lines(self) -> list[str]:
         """Return what a person should read, verdict first."""
         found = [f"Verdict: {self.verdict}" + (f" ({'; '.join(self.reasons)})" if self.reasons else "")]
-        if self.prediction is not None:
-            p = self.prediction
+        if p := self.prediction:
             found.append(
                 f"  {p.steps} measured steps: {p.median_pct:+.1f}% of the predicted time (95% {p.low_pct:+.1f} to "
                 f"{p.high_pct:+.1f}; allowed {p.allowed_pct:.1f}{'' if p.stated else ', assumed'}), trend "
@@ -100,14 +99,12 @@ class DriftReport:
             found.append(
                 f"  {s.name}: {s.change_pct:+.0f}% (distance {s.distance_pct:.0f}, limit {s.limit_pct:.0f}{mark})"
             )
-        if self.comparison is not None:
-            c = self.comparison
+        if c := self.comparison:
             found.append(
                 f"  tuned against untuned settings on {c.batches} batches: {c.gain_pct:+.2f}% (95% {c.low_pct:+.2f} to "
                 f"{c.high_pct:+.2f}; more is better)"
             )
-        if self.refit is not None:
-            r = self.refit
+        if r := self.refit:
             for name, factor in r.factors.items():
                 error = r.standard_errors[name]
                 found.append(f"  refit {name}: x {factor:.3f}" + (" (kept)" if error is None else f" +- {error:.3f}"))

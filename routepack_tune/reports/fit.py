@@ -2,104 +2,127 @@
 
 The page lies in the cost model's folder as ``costmodel-report.html``. All errors are of rows that were held out by
 group, and every contestant was fitted without them: the fitted baseline, LightGBM alone, interpolation of measured
-curves where a validation has it, and the model.
+curves where a validation has it, and the model. Every contestant keeps its colour.
+
+Shape suffixes: N held-out rows.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
 
-from profiler.files import write_text
-from routepack_tune.reports.figures import as_svg, draw_parities, parity
-from routepack_tune.reports.fit_figures import (
-    HeldOutRows,
-    colour_of,
-    contestant_label,
-    contestants,
-    coverages,
-    draw_errors,
-    gains,
-    plot_coverages,
+from routepack_tune.reports.figures import (
+    AFTER,
+    ATTENTION,
+    BEFORE,
+    EXPERTS,
+    INK,
+    as_svg,
+    panels,
+    parity_figure,
+    plot_bars,
 )
 from routepack_tune.reports.page import Block, Section, Table, page
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+    from matplotlib.axes import Axes
 
     from costmodels import CostModel
-    from costmodels.features import Operation
+    from costmodels.learned.predictor import Predictor
+    from costmodels.learned.validation import HeldOut
     from profiler import Measurements
 
 REPORT_FILE = "costmodel-report.html"
-WIDEST = 500
-"""Characters in a line of the terminal's table, which is never folded."""
-QUANTITIES = (("median_pct", "median"), ("mape_pct", "MAPE"), ("p95_pct", "p95"), ("worst_pct", "worst"))
-
+QUANTITIES = {"median_pct": "median", "mape_pct": "MAPE", "p95_pct": "p95", "worst_pct": "worst"}
 KINDS = {
     "lightgbm": "the physics baseline and LightGBM on its residual",
     "smooth": "the physics baseline and a smooth residual",
     "baseline": "the physics baseline alone",
 }
+LABELS = {
+    "baseline": "fitted baseline",
+    "alone": "LightGBM alone",
+    "lightgbm_alone": "LightGBM alone",
+    "curve": "curve interpolation",
+    "trees": "residual trees",
+    "smooth": "smooth residual",
+}
+COLOURS = {"model": AFTER, "fitted baseline": BEFORE, "LightGBM alone": EXPERTS, "curve interpolation": ATTENTION}
+OTHER_COLOURS = ("#a855f7", "#ef4444", "#14b8a6")
+FEWEST_IN_BIN = 5
+MOST_SHAPES = 12
+MOST_INPUTS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorLine:
-    """One contestant's errors on one split of one operation, percent."""
+@dataclass(frozen=True)
+class HeldOutRows:
+    """What every contestant said about rows that it had not seen."""
 
-    operation: str
-    """``experts/forward`` and the like."""
-    split: str
-    contestant: str
-    rows: int
-    median_pct: float
-    mape_pct: float
-    p95_pct: float
-    worst_pct: float
+    true_us: np.ndarray
+    """[N] measured times."""
+    predicted_us: Mapping[str, np.ndarray]
+    """Per contestant, [N]; the model last. A row that a contestant cannot answer is NaN."""
+    size_label: str
+    size_N: np.ndarray | None = None
+    """The size by which rows were held out; None where rows are not known any more."""
+    shape_N: np.ndarray | None = None
+    """[N] text: the model's shape behind every row."""
+
+    def errors_pct(self) -> pd.DataFrame:
+        """Return ``predicted / true - 1`` in percent, a column per contestant, NaN where there is no prediction."""
+        return pd.DataFrame({name: 100 * (us / self.true_us - 1) for name, us in self.predicted_us.items()})
 
 
-def error_lines(validation: Mapping[str, Any]) -> list[ErrorLine]:
-    """Return every contestant of every split of every operation, from a cost model's ``validation``."""
-    lines = []
+def contestant_label(key: str) -> str:
+    """Return a contestant's name for people."""
+    return LABELS.get(key, key.replace("_", " "))
+
+
+def colour_of(name: str, place: int = 0) -> str:
+    """Return a contestant's colour."""
+    return COLOURS.get(name, OTHER_COLOURS[place % len(OTHER_COLOURS)])
+
+
+def contestants(held_out: HeldOut) -> dict[str, np.ndarray]:
+    """Return the predictions of every contestant that a validation holds, by name, the model last."""
+    found = {"baseline": held_out.baseline_us, "alone": held_out.alone_us, "curve": held_out.curve_us}
+    named = {contestant_label(key): predicted for key, predicted in found.items() if predicted is not None}
+    return named | {"model": held_out.model_us}
+
+
+def error_lines(validation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield every contestant of every split of every operation, from a cost model's ``validation``.
+
+    A line holds ``operation`` (``experts/forward`` and the like), ``split``, ``contestant``, ``rows`` and the errors in
+    percent.
+    """
     for operation, entry in validation.items():
         for split, report in entry.items():
-            if not isinstance(report, Mapping):
-                continue
-            for key, errors in report.items():
-                if isinstance(errors, Mapping) and all(name in errors for name, _ in QUANTITIES):
-                    numbers = [float(errors[name]) for name, _ in QUANTITIES]
-                    rows = int(errors.get("rows", report.get("rows", 0)))
-                    lines.append(ErrorLine(operation, split, contestant_label(key), rows, *numbers))
-    return lines
+            for key, errors in report.items() if isinstance(report, Mapping) else ():
+                if isinstance(errors, Mapping) and errors.keys() >= QUANTITIES.keys():
+                    line = {"operation": operation, "split": split, "contestant": contestant_label(key)}
+                    yield line | {"rows": report["rows"]} | dict(errors)
 
 
 def error_table(validation: Mapping[str, Any]) -> list[str]:
     """Return the lines of a plain table: a row per operation and split, a column per contestant."""
-    from rich.console import Console
-    from rich.table import Table as Grid
-
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    cells: dict[str, dict[str, str]] = {}
     for line in error_lines(validation):
-        shown = f"{line.median_pct:.1f} / {line.mape_pct:.1f} / {line.p95_pct:.1f}"
-        cells.setdefault((line.operation, line.split), {})[line.contestant] = shown
+        row = cells.setdefault(f"{line['operation']}, {line['split']}", {})
+        row[line["contestant"]] = f"{line['median_pct']:.1f} / {line['mape_pct']:.1f} / {line['p95_pct']:.1f}"
     if not cells:
         return []
-    columns = [*(name for name in dict.fromkeys(name for row in cells.values() for name in row) if name != "model")]
-    columns.append("model")
-    grid = Grid("held out, median / MAPE / p95 in %", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        grid.add_column(name, justify="right")
-    for (operation, split), row in cells.items():
-        grid.add_row(f"{operation}, {split}", *(row.get(name, "-") for name in columns))
-    console = Console(file=io.StringIO(), width=WIDEST, force_terminal=False, markup=False, emoji=False)
-    with console.capture() as captured:
-        console.print(grid)
-    return captured.get().splitlines()
+    grid = pd.DataFrame.from_dict(cells, orient="index")
+    columns = [*grid.columns.drop("model", errors="ignore"), "model"]
+    grid = grid.reindex(columns=columns).fillna("-").rename_axis(columns="held out, median / MAPE / p95 in %")
+    return grid.to_string().splitlines()
 
 
 def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dict[str, HeldOutRows]:
@@ -108,7 +131,7 @@ def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dic
     Rows are found again in the measurements; where their times do not agree with the validation's, sizes and shapes
     are left out rather than guessed.
     """
-    from costmodels.features import size_of
+    from costmodels.features import rows_by, size_of
 
     found = {}
     for (name, direction), fitted in model.models.items():
@@ -116,74 +139,130 @@ def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dic
         if held_out is None:
             continue
         operation, size_N, shape_N = fitted.own.operation, None, None
-        columns = _fitted_rows(measurements, operation, direction)
+        parts = [batch.select(op=name, direction=direction, status="ok", flag="").rows for batch in measurements]
+        columns = {key: np.concatenate([part[key] for part in parts]) for key in (*operation.features, "time_us")}
+        good = np.logical_and.reduce([columns[key] > 0 for key in columns if key not in operation.zero_allowed])
+        columns = {key: column[good].astype(np.float64) for key, column in columns.items()}
         if np.array_equal(columns["time_us"], held_out.true_us):
-            size_N, shape_N = size_of(operation, columns), _shapes(operation, columns)
+            size_N = size_of(operation, columns)
+            short = [feature.removeprefix("num_").replace("_", " ") for feature in operation.family]
+            shape_N = np.empty(size_N.size, dtype=object)
+            for shape, places in rows_by(columns, operation.family).items():
+                shape_N[places] = ", ".join(f"{key} {value}" for key, value in zip(short, shape, strict=True))
         label = operation.features[operation.size[0]]
-        found[f"{name}-{direction}"] = HeldOutRows(
-            f"{name} {direction}", held_out.true_us, contestants(held_out), size_N, label, shape_N
-        )
+        found[f"{name}-{direction}"] = HeldOutRows(held_out.true_us, contestants(held_out), label, size_N, shape_N)
     return found
 
 
-def _fitted_rows(measurements: Sequence[Measurements], operation: Operation, direction: str) -> dict[str, np.ndarray]:
-    parts = [batch.select(op=operation.name, direction=direction, status="ok", flag="").rows for batch in measurements]
-    names = (*operation.features, "time_us")
-    columns = {name: np.concatenate([np.asarray(part[name], dtype=np.float64) for part in parts]) for name in names}
-    good = np.isfinite(columns["time_us"]) & (columns["time_us"] > 0)
-    for name in operation.features:
-        if name not in operation.zero_allowed:
-            good &= columns[name] > 0
-    return {name: column[good] for name, column in columns.items()}
+def errors_by_size(rows: HeldOutRows) -> pd.DataFrame:
+    """Return every contestant's median error in percent by octave of size; NaN where it answered too few rows."""
+    if rows.size_N is None:
+        return pd.DataFrame()
+    octaves = rows.errors_pct().abs().groupby(np.exp2(np.rint(np.log2(rows.size_N))))
+    return octaves.median().where(octaves.count() >= FEWEST_IN_BIN)
 
 
-def _shapes(operation: Operation, columns: dict[str, np.ndarray]) -> np.ndarray:
-    keys = np.stack([columns[name] for name in operation.family], axis=1).astype(np.int64)
-    distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
-    short = [name.removeprefix("num_").replace("_", " ") for name in operation.family]
-    texts = [", ".join(f"{name} {value}" for name, value in zip(short, key, strict=True)) for key in distinct.tolist()]
-    return np.array(texts)[np.asarray(inverse).reshape(-1)]
+def errors_by_shape(rows: HeldOutRows) -> pd.DataFrame:
+    """Return every contestant's mean error in percent on the shapes on which the model is worst, the worst first."""
+    if rows.shape_N is None:
+        return pd.DataFrame()
+    return rows.errors_pct().abs().groupby(rows.shape_N).mean().nlargest(MOST_SHAPES, "model")
 
 
-def fit_pictures(model: CostModel, rows: Mapping[str, HeldOutRows]) -> dict[str, Markup]:
+def gains(model: Predictor) -> dict[str, float]:
+    """Return every tree input's share of the gain of all splits, in percent, the largest first; empty without trees.
+
+    Of trees with linear leaves beside constant ones, the constant ones speak.
+    """
+    import lightgbm
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    trees = model.own.seen or model.own.unseen
+    if trees is None:
+        return {}
+    with threadpool_limits(1, user_api="openmp"):
+        booster = lightgbm.Booster(model_str=trees.text)
+    gain = pd.Series(booster.feature_importance("gain"), booster.feature_name())
+    share = 100 * gain / gain.sum()
+    return {} if share.isna().any() else share.sort_values(ascending=False, kind="stable").to_dict()
+
+
+def coverages(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return what share of held-out rows lies inside their interval, percent, by where; ``entry`` is one operation's
+    validation."""
+    intervals = entry.get("intervals") or {}
+    named = {"inside the timed sizes": "inside_pct", "at the largest sizes": "largest_sizes_pct"}
+    return {where: float(intervals[key]) for where, key in named.items() if key in intervals}
+
+
+def fit_pictures(model: CostModel, measurements: Sequence[Measurements]) -> dict[str, Markup]:
     """Return every picture as SVG, by name: ``experts-forward-parity`` and the like."""
-    figures: dict[str, Any] = {}
+    figures, rows = {}, held_out_rows(model, measurements)
     for (name, direction), fitted in model.models.items():
-        key = f"{name}-{direction}"
-        if key in rows:
-            held = rows[key]
-            parities = [parity(label, held.true_us, predicted) for label, predicted in held.predicted_us.items()]
-            colours = [colour_of(label, place) for place, label in enumerate(held.predicted_us)]
-            figures[f"{key}-parity"] = draw_parities(parities, colours)
-            figures[f"{key}-errors"] = draw_errors(held, gains(fitted))
+        if held := rows.get(key := f"{name}-{direction}"):
+            pairs = {label: (held.true_us, predicted) for label, predicted in held.predicted_us.items()}
+            colours = [colour_of(label, place) for place, label in enumerate(pairs)]
+            figures[f"{key}-parity"] = parity_figure(pairs, colours)
+            inputs = dict(list(gains(fitted).items())[:MOST_INPUTS])
+            draws = [partial(draw, held) for draw in (plot_errors_by_size, plot_errors_by_shape, plot_residuals)]
+            label = "share of the trees' gain, %" if inputs else "no trees in this model"
+            draws.append(partial(plot_bars, inputs, label))
+            figures[f"{key}-errors"] = panels(10.4, 6.0, *draws, columns=2)
     inside = {
         f"{operation} {where}": share
         for operation, entry in model.validation.items()
-        if operation != "tables"
         for where, share in coverages(entry).items()
     }
     if inside:
-        figures["coverage"] = plot_coverages(inside).figure
+        figures["coverage"] = panels(7.2, 0.3 * len(inside) + 1.0, partial(plot_coverages, inside))
     return {name: as_svg(figure, name) for name, figure in figures.items()}
 
 
-def write_fit_report(model: CostModel, measurements: Sequence[Measurements], folder: Path | str) -> dict[str, Markup]:
-    """Write the page into the cost model's folder; return its pictures, SVG by name."""
-    pictures = fit_pictures(model, held_out_rows(model, measurements))
-    write_text(Path(folder) / REPORT_FILE, render_fit(model, pictures))
-    return pictures
+def plot_errors_by_size(rows: HeldOutRows, ax: Axes) -> None:
+    """Draw every contestant's median error against size."""
+    curves = errors_by_size(rows)
+    for place, (name, errors) in enumerate(curves.items()):
+        ax.semilogx(curves.index, errors, "o-", color=colour_of(name, place), markersize=3, linewidth=1.4, label=name)
+    ax.set_ylim(bottom=0)
+    ax.set(xlabel=rows.size_label, ylabel="median error, %")
+    if len(curves):
+        ax.legend()
 
 
-def render_fit(model: CostModel, pictures: Mapping[str, Markup]) -> str:
+def plot_errors_by_shape(rows: HeldOutRows, ax: Axes) -> None:
+    """Draw mean errors of the shapes that the model knows worst."""
+    worst = errors_by_shape(rows)[::-1]
+    for place, (name, errors) in enumerate(worst.items()):
+        ax.plot(errors, errors.index, "o", color=colour_of(name, place))
+    ax.tick_params(axis="y", labelsize=7)
+    ax.set_xlim(left=0)
+    ax.set_xlabel("mean error by shape, % (worst shapes)")
+
+
+def plot_residuals(rows: HeldOutRows, ax: Axes) -> None:
+    """Draw how predictions of every contestant spread around the truth."""
+    for place, (name, errors) in enumerate(rows.errors_pct().items()):
+        inside = errors.dropna().clip(-40, 40)
+        ax.hist(inside, np.linspace(-40, 40, 81).tolist(), histtype="step", linewidth=1.4, color=colour_of(name, place))
+    ax.axvline(0.0, color=INK, linewidth=0.8)
+    ax.set(xlabel="predicted over measured - 1, % (ends hold what is beyond)", ylabel="held-out rows")
+
+
+def plot_coverages(inside_pct: Mapping[str, float], ax: Axes) -> None:
+    """Draw how many held-out rows lie inside their 90 % interval."""
+    plot_bars(inside_pct, "rows inside their interval, % (line: promised)", ax)
+    ax.axvline(90.0, color=INK, linewidth=1)
+    ax.set_xlim(0, 100)
+
+
+def fit_page(model: CostModel, pictures: Mapping[str, Markup]) -> str:
     """Return the page."""
     device = model.fingerprint
     times = f"{device.origin} times"
+    operations = [(f"{name} {way}", times, _operation(model, name, way, pictures)) for name, way in model.models]
     sections: list[Section] = [
         ("Errors on rows that were held out", times, _errors(model)),
-        *(
-            (f"{name} {direction}", times, _operation(model, name, direction, pictures))
-            for name, direction in model.models
-        ),
+        *operations,
         ("Intervals", "held out", [pictures.get("coverage", "")]),
         ("Frozen tables against the model", "", [_tables(model)]),
         ("What to keep in mind", "", [model.tables.notes if model.tables else ()]),
@@ -194,22 +273,18 @@ def render_fit(model: CostModel, pictures: Mapping[str, Markup]) -> str:
 
 
 def _errors(model: CostModel) -> list[Block]:
-    lines = error_lines(model.validation)
-    heads = ("task", "contestant", "rows", *(name for _, name in QUANTITIES))
+    lines = list(error_lines(model.validation))
     rows = [
-        (
-            f"{line.operation}, {line.split}",
-            line.contestant,
-            line.rows,
-            *(f"{getattr(line, name):.1f}" for name, _ in QUANTITIES),
-        )
+        (f"{line['operation']}, {line['split']}", line["contestant"], line["rows"],
+         *(f"{line[name]:.1f}" for name in QUANTITIES))
         for line in lines
-    ]
+    ]  # fmt: skip
     words = (
         "Rows of one size, or of one shape, are held out together; every contestant is fitted without them. Absolute "
         "relative errors in percent."
     )
-    return [words, Table(heads, rows, frozenset(k for k, line in enumerate(lines) if line.contestant == "model"))]
+    ours = frozenset(place for place, line in enumerate(lines) if line["contestant"] == "model")
+    return [words, Table(("task", "contestant", "rows", *QUANTITIES.values()), rows, ours)]
 
 
 def _operation(model: CostModel, name: str, direction: str, pictures: Mapping[str, Markup]) -> list[Block]:
@@ -222,9 +297,8 @@ def _operation(model: CostModel, name: str, direction: str, pictures: Mapping[st
 def _tables(model: CostModel) -> Table:
     found = {name: errors for name, errors in model.table_errors.items() if isinstance(errors, Mapping)}
     heads = [name.removesuffix("_pct") + ", %" for name in next(iter(found.values()), ())]
-    return Table(
-        ("table", *heads), [(name, *(f"{value:.3f}" for value in errors.values())) for name, errors in found.items()]
-    )
+    rows = [(name, *(f"{value:.3f}" for value in errors.values())) for name, errors in found.items()]
+    return Table(("table", *heads), rows)
 
 
 def _facts(model: CostModel) -> dict[str, str]:

@@ -3,72 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from costmodels.tables import read_npz
-from profiler.files import write_text
 from routepack_tune.reports.comparison import Outcome, RankLoad
 from routepack_tune.reports.figures import (
-    Parity,
+    ABOVE,
+    AFTER,
+    ATTENTION,
+    BEFORE,
+    EXPERTS,
+    REST,
     as_svg,
-    draw_parities,
-    new_figure,
-    parity,
-    plot_hottest,
-    plot_rank_load,
-    plot_time_split,
-    styled,
+    parity_figure,
+    picture,
 )
 from routepack_tune.reports.page import Block, Section, Table, Tile, page
-from routepack_tune.reports.tuning_figures import Course, plot_course
+from routepack_tune.reports.tuning import best_so_far, plot_history
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PARTS = {
+    "attention_s": ("attention and dense", ATTENTION),
+    "experts_s": ("experts", EXPERTS),
+    "rest_s": ("dispatch, combine, fixed", REST),
+}
+SHORT_NAMES = {"first-fit decreasing": "FFD", "Karmarkar-Karp": "KK", "RoutePack-Tune (tuned plan)": "RoutePack-Tune"}
+Parities = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""True and predicted held-out times, microseconds, by operation and direction."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What the page shows."""
+def quickstart_page(
+    subtitle: str,
+    outcomes: Sequence[Outcome],
+    loads: tuple[RankLoad, RankLoad],
+    history: Sequence[Mapping[str, Any]],
+    parities: Parities,
+    facts: Mapping[str, str],
+    notes: Sequence[str],
+) -> str:
+    """Return the page.
 
-    title: str
-    subtitle: str
-    outcomes: Sequence[Outcome]
-    """Default first, tuned last."""
-    before: RankLoad
-    after: RankLoad
-    course: Course
-    parities: Sequence[Parity]
-    facts: Mapping[str, str]
-    """Where everything comes from: model, topology, device, data, versions."""
-    notes: Sequence[str] = ()
-    """What a reader must know: assumed, extrapolated, synthetic."""
-    marks: Mapping[str, str] = field(default_factory=dict)
-    """What ``times``, ``load``, ``tuning`` and ``parity`` rest on: synthetic, predicted, published, measured."""
-
-
-def write_report(path: Path | str, report: Report) -> Path:
-    """Write the page, whole or not at all."""
-    write_text(Path(path), render(report))
-    return Path(path)
-
-
-def render(report: Report) -> str:
-    """Return the page."""
-    marks = report.marks
+    Parameters
+    ----------
+    outcomes
+        Default first, tuned last.
+    loads
+        Load of the EP ranks under the default and the tuned plan.
+    history
+        The study's trials.
+    facts
+        Where everything comes from: model, topology, device, data, versions.
+    notes
+        What a reader must know: assumed, extrapolated, synthetic.
+    """
     sections: list[Section] = [
-        ("Predicted step time", marks.get("times", "predicted"), _times(report.outcomes)),
-        ("Load of the expert-parallel ranks", marks.get("load", "predicted"), _loads(report.before, report.after)),
-        ("Tuning", marks.get("tuning", "predicted"), _tuning(report.course)),
-        ("How well the times are known", marks.get("parity", ""), _parities(report.parities)),
-        ("What to keep in mind", "", [report.notes]),
-        ("Where it comes from", "", [report.facts]),
+        ("Predicted step time", "synthetic batches, predicted times", _times(outcomes)),
+        ("Load of the expert-parallel ranks", "synthetic batches", _loads(*loads)),
+        ("Tuning", "synthetic batches, predicted and measured times", _tuning(history)),
+        ("How well the times are known", "published times", _parities(parities)),
+        ("What to keep in mind", "", [notes]),
+        ("Where it comes from", "", [facts]),
     ]
-    return page(report.title, report.subtitle, sections, _tiles(report.outcomes))
+    return page("RoutePack-Tune: quickstart", subtitle, sections, _tiles(outcomes))
 
 
-def parities_of(costmodel: Path | str) -> list[Parity]:
-    """Return the held-out times that ``routepack fit`` kept, one entry per operation and direction."""
+def parities_of(costmodel: Path | str) -> Parities:
+    """Return the held-out times that ``routepack fit`` kept."""
     arrays = read_npz(Path(costmodel) / "parity.npz", "Held-out times")
     names = sorted(name.removesuffix("_true_us") for name in arrays if name.endswith("_true_us"))
-    return [parity(name.replace("_", " "), arrays[f"{name}_true_us"], arrays[f"{name}_predicted_us"]) for name in names]
+    return {name.replace("_", " "): (arrays[f"{name}_true_us"], arrays[f"{name}_predicted_us"]) for name in names}
 
 
 def _tiles(outcomes: Sequence[Outcome]) -> list[Tile]:
@@ -90,36 +99,72 @@ def _times(outcomes: Sequence[Outcome]) -> list[Block]:
         seconds = [f"{value:.3f}" for value in (one.step_s, one.attention_s, one.experts_s, one.rest_s)]
         plan = f"{one.plan_s:.2f} s" if one.plan_s >= 0.1 else f"{1000 * one.plan_s:.0f} ms"
         rows.append([one.planner, *seconds, f"{100 * one.lost_share:.1f}%", one.rows, plan])
-    table = Table(heads, rows, frozenset({len(rows) - 1}))
-    return [as_svg(plot_time_split(outcomes).figure, "times"), table]
+    drawn = picture("times", 7.2, 0.62 * len(outcomes) + 1.2, partial(plot_time_split, outcomes))
+    return [drawn, Table(heads, rows, frozenset({len(rows) - 1}))]
 
 
 def _loads(before: RankLoad, after: RankLoad) -> list[Block]:
     limit = max(1.05, float(before.relative_LP.max()), float(after.relative_LP.max()))
-    figure = new_figure(7.2, 3.2)
-    left, right = figure.subplots(1, 2)
-    plot_rank_load(before, "default plan", limit, styled(left))
-    plot_rank_load(after, "tuned plan", limit, styled(right))
+    named = {"default plan": before, "tuned plan": after}
     return [
         f"The hottest rank of a row and layer carries {before.hottest.mean():.2f} times the mean before and "
         f"{after.hottest.mean():.2f} times after: every other rank waits for it.",
-        as_svg(figure, "loads"),
-        as_svg(plot_hottest(before, after).figure, "hottest"),
+        picture("loads", 7.2, 3.2, *(partial(plot_rank_load, load, name, limit) for name, load in named.items())),
+        picture("hottest", 7.2, 2.8, partial(plot_hottest, before, after)),
     ]
 
 
-def _tuning(course: Course) -> list[Block]:
-    if not course.number_T.size:
+def _tuning(history: Sequence[Mapping[str, Any]]) -> list[Block]:
+    best = best_so_far(history)
+    if not len(best):
         return []
     words = (
-        f"{course.number_T.size} feasible trial(s); the objective is step time plus exposed planning time over the "
-        f"default plan's. Best: {course.best_T[-1]:.4f}."
+        f"{len(best)} feasible trial(s); the objective is step time plus exposed planning time over the default "
+        f"plan's. Best: {best.iloc[-1]:.4f}."
     )
-    return [words, as_svg(plot_course(course).figure, "history")]
+    return [words, picture("history", 7.2, 2.8, partial(plot_history, history))]
 
 
-def _parities(parities: Sequence[Parity]) -> list[Block]:
+def _parities(parities: Parities) -> list[Block]:
     if not parities:
         return []
     words = "Times of cases that the model had not seen (held-out folds) against its predictions."
-    return [words, as_svg(draw_parities(parities), "parity")]
+    return [words, as_svg(parity_figure(parities), "parity")]
+
+
+def plot_time_split(outcomes: Sequence[Outcome], ax: Axes) -> None:
+    """Draw predicted step times, split into attention, experts and the rest."""
+    left, y = np.zeros(len(outcomes)), np.arange(len(outcomes))[::-1]
+    for part, (label, colour) in PARTS.items():
+        width = np.array([getattr(one, part) for one in outcomes])
+        ax.barh(y, width, left=left, height=0.62, color=colour, label=label)
+        left += width
+    for where, total in zip(y, left, strict=True):
+        ax.text(total, where, f" {total:.3g} s", va="center", fontsize=9)
+    ax.set_yticks(y, [short_name(one.planner) for one in outcomes])
+    ax.set(xlim=(0, left.max() * 1.14), xlabel="predicted step time, seconds")
+    ax.legend(ncols=3, **ABOVE)
+
+
+def short_name(planner: str) -> str:
+    """Return a planner's name as it fits under a bar."""
+    for long, short in SHORT_NAMES.items():
+        planner = planner.replace(long, short)
+    return planner
+
+
+def plot_rank_load(load: RankLoad, title: str, limit: float, ax: Axes) -> None:
+    """Draw the relative load of every EP rank in every layer."""
+    shades: dict[str, Any] = {"cmap": "RdBu_r", "vmin": 2 - limit, "vmax": limit}
+    image = ax.imshow(load.relative_LP, aspect="auto", interpolation="nearest", **shades)
+    ax.set(xlabel="EP rank", ylabel="MoE layer", title=title)
+    ax.figure.colorbar(image, ax=ax, fraction=0.05, pad=0.03).outline.set_visible(False)
+
+
+def plot_hottest(before: RankLoad, after: RankLoad, ax: Axes) -> None:
+    """Draw how far the hottest EP rank is above the mean, over all rows and layers."""
+    edges = np.linspace(1.0, max(before.hottest.max(), after.hottest.max(), 1.01), 50).tolist()
+    for load, label, colour in ((before, "default plan", BEFORE), (after, "tuned plan", AFTER)):
+        ax.hist(load.hottest, bins=edges, color=colour, alpha=0.75, label=f"{label} (mean {load.hottest.mean():.2f})")
+    ax.set(xlabel="hottest EP rank over the mean, per row and layer (1 is even)", ylabel="rows x layers")
+    ax.legend()

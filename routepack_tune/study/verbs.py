@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
-from profiler.files import content_hash, file_hash, read_json
+from profiler.files import content_hash, file_hash, read_json, write_text
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, typed_parts, write_bundle
 from routepack_tune.config import Config, check_tracking_uri, load_config, without_password
 from routepack_tune.costmodel_files import COST_MODEL_FILE, cost_model_header, fingerprint_of, tables_of
@@ -77,7 +77,7 @@ def tune(
         If an input is wrong (before anything is written), the folder holds another study, or no trial is feasible.
     """
     from routepack_tune.drift import stated_half_log
-    from routepack_tune.reports.tuning import write_tuning_report
+    from routepack_tune.reports.tuning import tuning_page
     from routepack_tune.steps.workload import workload_statistics
     from routepack_tune.tracking.store import tracking_uri
     from search import run_study
@@ -119,7 +119,7 @@ def tune(
         name = document["study_name"]
         summary = run_study(task, where, name, trials, workers=workers, ray=ray, observer=observer, listener=sync)
         document = finish_study(out, document, state="finished", trials=trials, summary=summary)
-        report = write_tuning_report(out / TUNING_REPORT_FILE, document)
+        write_text(report := out / TUNING_REPORT_FILE, tuning_page(document))
         return finish_study(out, document, tracking=sync.finish(summary, [report]))
 
 

@@ -19,8 +19,7 @@ import numpy as np
 from profiler.errors import RoutePackError
 from profiler.files import write_text
 from routepack_tune.config import without_password
-from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines
-from routepack_tune.reports.fit_figures import gains
+from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines, gains
 from routepack_tune.tracking.registry import promote
 from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, Store, log_pyfunc, own_uri
 
@@ -129,8 +128,8 @@ def fit_metrics(model: CostModel) -> dict[str, float]:
     """Return errors of every contestant per operation, direction and split, of the tables, and the trees' gains."""
     metrics: dict[str, float] = {}
     for line in error_lines(model.validation):
-        where = f"{line.operation}/{line.split}/{line.contestant}".replace(" ", "_")
-        metrics |= {f"{where}/{name}": getattr(line, name) for name, _ in QUANTITIES}
+        where = f"{line['operation']}/{line['split']}/{line['contestant']}".replace(" ", "_")
+        metrics |= {f"{where}/{name}": line[name] for name in QUANTITIES}
     for table, errors in model.table_errors.items():
         if isinstance(errors, Mapping):
             metrics |= {f"tables/{table}/{name}": float(value) for name, value in errors.items()}

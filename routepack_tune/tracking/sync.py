@@ -166,7 +166,7 @@ class StudySync:
 
     def _send_outcome(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         """Write the study's outcome, its pictures and pages, and end the parent run."""
-        from routepack_tune.reports.tuning_figures import save_pictures
+        from routepack_tune.reports.tuning import save_pictures
 
         export = f"{summary['export']}: {summary['export_reason']}"
         self._store.log(self.run_id, metrics=outcome_metrics(summary), tags={"routepack.export": export})

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import warnings
+from functools import partial
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -22,18 +23,21 @@ from costmodels.learned.validation import HeldOut, error_summary
 from profiler import DeviceFingerprint, Measurements, RoutePackError
 from profiler.cases.case import case_id, causal_pairs
 from routepack_tune import fit, summaries
-from routepack_tune.reports.fit import REPORT_FILE, error_lines, error_table, held_out_rows
-from routepack_tune.reports.fit_figures import (
+from routepack_tune.reports.figures import panels, plot_bars
+from routepack_tune.reports.fit import (
+    REPORT_FILE,
     HeldOutRows,
     contestants,
     coverages,
+    error_lines,
+    error_table,
     errors_by_shape,
     errors_by_size,
     gains,
+    held_out_rows,
     plot_coverages,
     plot_errors_by_shape,
     plot_errors_by_size,
-    plot_gains,
     plot_residuals,
 )
 from routepack_tune.tracking.fit_tracking import REGISTERED_PREFIX, fit_metrics, input_example, predict_frame, track_fit
@@ -148,13 +152,8 @@ def test_lines_of_a_validation_by_hand():
     entry = {"rows": 9, "kind": "lightgbm", "unseen sizes": {"rows": 7, "lightgbm_alone": errors}}
     validation = {"experts/forward": entry, "tables": {"exchange_ns": {"mean_pct": 0.1}}}
     (line,) = error_lines(validation)
-    assert (line.operation, line.split, line.contestant, line.rows) == (
-        "experts/forward",
-        "unseen sizes",
-        "LightGBM alone",
-        7,
-    )
-    assert (line.median_pct, line.worst_pct) == (1.0, 4.0)
+    where = {"operation": "experts/forward", "split": "unseen sizes", "contestant": "LightGBM alone", "rows": 7}
+    assert line == where | errors
     assert error_table({}) == []
 
 
@@ -172,8 +171,8 @@ def test_rows_of_other_measurements_are_not_guessed(done):
     half = done.measured.take(np.arange(len(done.measured)) % 2 == 0)
     found = held_out_rows(done.model, [half])["experts-forward"]
     assert (found.size_N, found.shape_N) == (None, None)
-    assert errors_by_size(found)[1] == {}
-    assert errors_by_shape(found) == []
+    assert errors_by_size(found).empty
+    assert errors_by_shape(found).empty
 
 
 def by_hand():
@@ -182,19 +181,19 @@ def by_hand():
     model = np.where(size == 8.0, 110.0, 102.0)
     baseline = np.where(size == 8.0, np.nan, 150.0)
     shapes = np.array(["a", "b"] * 6)
-    return HeldOutRows("x", true, {"fitted baseline": baseline, "model": model}, size, "rows", shapes)
+    return HeldOutRows(true, {"fitted baseline": baseline, "model": model}, "rows", size, shapes)
 
 
 def test_errors_by_size_and_shape_by_hand():
-    sizes, curves = errors_by_size(by_hand())
-    assert sizes.tolist() == [8.0, 64.0]
-    assert curves["model"] == pytest.approx([10.0, 2.0])
-    assert np.isnan(curves["fitted baseline"][0])
-    assert curves["fitted baseline"][1] == pytest.approx(50.0)
+    curves = errors_by_size(by_hand())
+    assert curves.index.tolist() == [8.0, 64.0]
+    assert curves["model"].tolist() == pytest.approx([10.0, 2.0])
+    assert np.isnan(curves["fitted baseline"][8.0])
+    assert curves["fitted baseline"][64.0] == pytest.approx(50.0)
     worst = errors_by_shape(by_hand())
-    assert [(name, count) for name, count, _ in worst] == [("a", 6), ("b", 6)]
-    assert worst[0][2]["model"] == pytest.approx(6.0)
-    assert worst[0][2]["fitted baseline"] == pytest.approx(50.0)
+    assert sorted(worst.index) == ["a", "b"]
+    assert worst["model"]["a"] == pytest.approx(6.0)
+    assert worst["fitted baseline"]["a"] == pytest.approx(50.0)
 
 
 def test_contestants_of_a_validation():
@@ -227,16 +226,12 @@ def test_coverages_are_read_off_a_validation():
     assert coverages({"rows": 9}) == {}
 
 
-def test_plots_draw_on_given_axes(rows):
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots(1, 5)
-    assert plot_errors_by_size(by_hand(), axes[0]) is axes[0]
-    assert plot_errors_by_shape(by_hand(), axes[1]) is axes[1]
-    assert plot_residuals(by_hand(), axes[2]) is axes[2]
-    assert plot_gains({}, axes[3]) is axes[3]
-    assert plot_coverages({"experts": 90.0}, axes[4]) is axes[4]
-    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["fitted baseline", "model"]
+def test_plots_draw_what_there_is():
+    draws = [partial(draw, by_hand()) for draw in (plot_errors_by_size, plot_errors_by_shape, plot_residuals)]
+    figure = panels(9, 3, *draws, partial(plot_bars, {}, "none"), partial(plot_coverages, {"experts": 90.0}))
+    assert len(figure.axes) == 5
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["fitted baseline", "model"]
+    assert [bar.get_width() for bar in figure.axes[4].patches] == [90.0]
 
 
 def client(folder):

@@ -8,8 +8,8 @@ from markupsafe import Markup
 
 from profiler import DeviceFingerprint, Measurements
 from routepack_tune.reports.page import Table, Verdict, page
-from routepack_tune.reports.profile import render_profile
-from routepack_tune.reports.tuning import render_tuning
+from routepack_tune.reports.profile import profile_page
+from routepack_tune.reports.tuning import tuning_page
 from routepack_tune.study.folder import read_study
 
 HOSTILE = '<script>alert(\'"&x")</script>'
@@ -78,7 +78,7 @@ def test_names_of_a_profile_are_escaped():
     limits = [{"op": HOSTILE, "what": HOSTILE, "wanted": 2, "designed": 1, "reason": HOSTILE}]
     meta = {"fingerprint": device.to_dict(), "model": {"name": HOSTILE}, "ranks": ranks, "limits": limits,
             "steadiness": {"steady": False, "problems": [HOSTILE]}}  # fmt: skip
-    assert_harmless(render_profile(Measurements.from_rows(rows, meta)))
+    assert_harmless(profile_page(Measurements.from_rows(rows, meta)))
 
 
 def test_names_of_a_study_are_escaped(study_template):
@@ -88,4 +88,4 @@ def test_names_of_a_study_are_escaped(study_template):
     summary["export_reason"] = document["study_name"] = document["fingerprint"]["name"] = HOSTILE
     document["config"]["model"]["name"] = HOSTILE
     summary["best"]["scores"] = [{**score, "name": HOSTILE} for score in summary["best"]["scores"]]
-    assert_harmless(render_tuning(document))
+    assert_harmless(tuning_page(document))

@@ -5,14 +5,23 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import partial
 
 import numpy as np
 import pytest
 
 from profiler import DeviceFingerprint, Measurements
 from profiler.cases.case import case_id, causal_pairs
-from routepack_tune.reports.profile import REPORT_FILE, failures, render_profile, write_profile_report
-from routepack_tune.reports.profile_figures import anchor_course, far_from, operation_rows, peak_tflops, plot_times
+from routepack_tune.reports.figures import panels
+from routepack_tune.reports.profile import (
+    anchor_course,
+    failures,
+    far_from,
+    operation_rows,
+    peak_tflops,
+    plot_times,
+    profile_page,
+)
 
 DEVICE = DeviceFingerprint(
     kind="cuda", vendor="nvidia", arch="sm_90", name="NVIDIA H100", units=132, memory_gib=80, interconnect="NVLink",
@@ -27,6 +36,9 @@ def row(op, features, time_us, **more):
     values = {"op": op, "direction": "forward", "status": "ok", "source": "measured", "dtype": "bfloat16",
               "time_us": time_us, "repeats_us": [time_us], "pattern": "single", **features, **more}  # fmt: skip
     return {"case_id": case_id(op, values["direction"], "bfloat16", features), **values}
+
+
+FEW = [row("dense", {"tokens": 8, "n": 8, "k": 8}, 5.0)]
 
 
 def rows_of_a_device():
@@ -50,8 +62,8 @@ def rows_of_a_device():
     yield {**failed, "repeats_us": []}
 
 
-def measured(**meta):
-    return Measurements.from_rows(rows_of_a_device(), {
+def measured(rows=None, **meta):
+    return Measurements.from_rows(rows_of_a_device() if rows is None else rows, {
         "fingerprint": DEVICE.to_dict(), "model": {"name": "tiny"}, "dtype": "bfloat16", "steadiness": STEADY,
         "anchor": {"readings": READINGS, "drift": 0.02}, "params": {"max_drift": 0.25}, **meta,
     })  # fmt: skip
@@ -71,8 +83,8 @@ def test_every_operation_knows_its_physics_and_its_doubtful_rows(plain):
     clean = ~dense.doubtful_R
     np.testing.assert_allclose(dense.physics_us[clean], dense.time_us[clean], rtol=0.15)
     # 16384 x 1024 x 1024 in its time; all-to-all computes nothing but moves its bytes.
-    assert dense.tflops_R[-1] == pytest.approx(2 * 16384 * 1024 * 1024 / dense.time_us[-1] / 1e6)
-    assert np.isnan(found["alltoall"].tflops_R).all()
+    assert dense.rate_R[-1] == pytest.approx(2 * 16384 * 1024 * 1024 / dense.time_us[-1] / 1e6)
+    assert (dense.unit, found["alltoall"].unit) == ("TFLOP/s", "GB/s")
     assert found["alltoall"].gbps_R[-1] == pytest.approx(16384 * 2048 / found["alltoall"].time_us[-1] / 1e3)
     assert np.isnan(found["experts"].physics_us).all()
     # Timed here, experts route no tokens: their rows are their size.
@@ -96,17 +108,17 @@ def test_the_peak_comes_from_silicon_and_clock_or_is_unknown():
     assert peak_tflops({"arch": "x86_64", "units": 2}, "bfloat16") == 0
 
 
-def test_the_anchors_course_is_relative_and_takes_old_readings():
+def test_the_anchors_course_is_relative():
     times, clocks = anchor_course(READINGS)
     assert times.tolist() == [1.0, 1.01, 0.99]
     assert clocks.tolist() == pytest.approx([1, 1800 / 1830, 1])
-    times, clocks = anchor_course([{"case_id": "a", "time_us": 2.0, "readings": "1830 MHz"}])
+    times, clocks = anchor_course([{"case_id": "a", "time_us": 2.0, "readings": {}}])
     assert times.tolist() == [1.0]
     assert np.isnan(clocks).all()
 
 
 def test_pictures_are_drawn_on_given_axes(plain):
-    ax = plot_times(next(rows for rows in operation_rows(plain) if rows.op == "dense"))
+    (ax,) = panels(4, 3, partial(plot_times, next(rows for rows in operation_rows(plain) if rows.op == "dense"))).axes
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     assert ax.get_xlabel() == "tokens"
 
@@ -117,7 +129,7 @@ def test_the_page_says_what_failed_what_is_doubtful_and_what_was_left_out(plain)
     rounds = [{"cases": 20, "errors_pct": {"dense": 8.25}, "minutes": 0.5, "stopped_by": ""},
               {"cases": 10, "errors_pct": {"dense": 4.1}, "minutes": 0.3, "stopped_by": "target_error"}]  # fmt: skip
     ranks = [{"rank": r, "host": "node1", "device": "NVIDIA H100", "speed": s} for r, s in ((0, 1.0), (1, 1.08))]
-    text = render_profile(measured(limits=[limit], rounds=rounds, ranks=ranks))
+    text = profile_page(measured(limits=[limit], rounds=rounds, ranks=ranks))
     for words in ("no &lt;room&gt;", "1 doubtful rows", "needs 9 GiB", "8.2", "target error", "Slowest: rank 1",
                   "<b>Yes.</b>", "measured times", "With nothing to do it takes 12.0"):  # fmt: skip
         assert words in text, words
@@ -128,25 +140,41 @@ def test_the_page_says_what_failed_what_is_doubtful_and_what_was_left_out(plain)
 
 def test_the_verdict_of_an_unsteady_profile_leads_the_page():
     bad = {**STEADY, "steady": False, "problems": ["other processes used 23% of the CPU that this one may use"]}
-    text = render_profile(measured(steadiness=bad))
+    text = profile_page(measured(FEW, steadiness=bad))
     assert "<b>No.</b>" in text
     assert text.index("used 23%") < text.index("Operations")
 
 
 def test_what_held_clocks_down_is_a_fact_beside_their_fall():
     held = {"the power cap": 4, "heat": 1}
-    text = render_profile(measured(steadiness={**STEADY, "clock_fall": 0.124, "held_by": held}))
+    text = profile_page(measured(FEW, steadiness={**STEADY, "clock_fall": 0.124, "held_by": held}))
     fall = "<dt>lowest clock under the highest</dt><dd>12.4%</dd>"
     assert f"{fall}<dt>clocks held down by</dt><dd>the power cap at 4 looks, heat at 1 look</dd>" in text
     assert "<b>Yes.</b>" in text
     for more in ({}, {"held_by": {}}, {"held_by": None}):
-        assert "clocks held down by" not in render_profile(measured(steadiness={**STEADY, **more}))
+        assert "clocks held down by" not in profile_page(measured(FEW, steadiness={**STEADY, **more}))
+
+
+def test_what_may_train_but_is_not_timed_is_one_fact_where_it_is_so():
+    def fact(arch, kernel="torch", **software):
+        device = {**DEVICE.to_dict(), "arch": arch, "software": software}
+        experts = [{**one, "kernel": kernel} for one in rows_of_a_device() if one["op"] == "experts"]
+        text = profile_page(measured(experts, fingerprint=device))
+        found = re.search(r"<dt>timed, but may train otherwise</dt><dd>(.*?)</dd>", text)
+        return found and found.group(1)
+
+    assert fact("sm_90", torch="2.13.0") is None
+    assert fact("sm_80", "transformer-engine") is None
+    packages = {"flash-attn-3": "3.0", "deep-gemm": "2.0", "flash-attn": "2.8"}
+    assert fact("sm_90", **packages) == "FlashAttention 3, DeepGEMM: installed here, but no kernel of theirs is timed"
+    assert "DeepEP: installed here" in fact("sm_80", **{"deep-ep": "1.2"})
+    assert "is a loop over experts with a synchronisation" in fact("sm_80")
 
 
 def test_published_tables_are_called_so():
-    rows = [{**one, "source": "published"} for one in rows_of_a_device()]
+    rows = [{**one, "source": "published"} for one in FEW]
     fingerprint = {**DEVICE.to_dict(), "origin": "published", "clock_max_mhz": 0}
-    text = render_profile(Measurements.from_rows(rows, {"fingerprint": fingerprint, "model": None}))
+    text = profile_page(Measurements.from_rows(rows, {"fingerprint": fingerprint, "model": None}))
     assert "published times" in text
     assert "measured times" not in text
     assert "against the best that was seen" in text
@@ -157,13 +185,13 @@ def test_the_page_opens_in_a_browser(tmp_path, plain):
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium here to open the page")
-    path = write_profile_report(plain, tmp_path)
-    assert path == tmp_path / REPORT_FILE
+    path = tmp_path / "profile.html"
+    path.write_text(profile_page(plain))
     common = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
     shown = subprocess.run(
         [*common, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=60, check=True
     )
-    assert shown.stdout.count("<svg") == 1 + len(operation_rows(plain))
+    assert shown.stdout.count("<svg") == 1 + len(list(operation_rows(plain)))
     assert shown.stdout.rstrip().endswith("</html>")
     image = tmp_path / "page.png"
     shot = [*common, "--window-size=1000,4000", f"--screenshot={image}", path.as_uri()]

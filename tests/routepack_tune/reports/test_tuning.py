@@ -10,16 +10,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from routepack_tune.reports.tuning import render_tuning, write_tuning_report
-from routepack_tune.reports.tuning_figures import (
-    course,
+from routepack_tune.reports.tuning import (
+    best_so_far,
     holdout_outcomes,
     pictures,
-    plot_course,
-    plot_importances,
-    plot_pareto,
     save_pictures,
     tuned_outcomes,
+    tuning_page,
 )
 from routepack_tune.study.folder import read_study
 
@@ -63,46 +60,45 @@ def document(study_template):
 
 
 def test_only_complete_trials_are_in_the_best_so_far():
-    data = course(HISTORY)
-    assert data.number_T.tolist() == [0, 2, 4]
-    assert data.best_T.tolist() == [1.0, 0.95, 0.95]
-    assert data.stopped == (3,)
-    assert data.infeasible == (1,)
-    assert course([]).best_T.size == 0
+    assert best_so_far(HISTORY).to_dict() == {0: 1.0, 2: 0.95, 4: 0.95}
+    assert best_so_far([]).empty
 
 
 def test_batches_are_means_over_seeds_with_moves(document):
-    (held,) = holdout_outcomes(document["summary"])
+    (held,) = holdout_outcomes(document["summary"]).itertuples()
     assert (held.no_planner_s, held.before_s, held.after_s) == pytest.approx((12.0, 10.0, 9.6))
     assert held.gain_pct == pytest.approx(4.0)
-    early, late = tuned_outcomes(document["summary"])
-    assert (early.name, early.before_s, early.after_s) == ("early", 10.0, 9.0)
-    assert (late.name, late.before_plan_s, late.after_plan_s) == ("late", 1.0, 0.5)
+    early, late = tuned_outcomes(document["summary"]).itertuples()
+    assert (early.Index, early.before_s, early.after_s) == ("early", 10.0, 9.0)
+    assert (late.Index, late.before_plan_s, late.after_plan_s) == ("late", 1.0, 0.5)
 
 
 def test_pictures_draw_what_there_is(document, tmp_path):
     summary = document["summary"]
-    assert set(pictures(summary)) == {"history", "importances", "pareto", "holdout", "batches"}
+    drawn = pictures(summary)
+    assert set(drawn) == {"history", "importances", "pareto", "holdout", "batches"}
     save_pictures(summary, tmp_path)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
     bare = {**summary, "pareto": [], "importances": {}, "holdout": {**summary["holdout"], "gain_pct": None}}
     assert set(pictures(bare)) == {"history", "batches"}
-    bars = plot_importances(summary["importances"])
+    (bars,) = drawn["importances"].axes
     assert [label.get_text() for label in bars.get_yticklabels()] == ["stickiness", "starts"]
     assert [bar.get_width() for bar in bars.patches] == pytest.approx([30.0, 70.0])
-    assert plot_course(course(HISTORY)).get_lines()[2].get_ydata().tolist() == [1.0, 0.95, 0.95]
-    assert list(plot_pareto(FRONT).get_lines()[0].get_xdata()) == [1.0, 3.0]
+    lines = drawn["history"].axes[0].get_lines()
+    assert [list(line.get_xdata()) for line in lines[3:]] == [[3], [1]]
+    assert list(lines[2].get_ydata()) == [1.0, 0.95, 0.95]
+    assert list(drawn["pareto"].axes[0].get_lines()[0].get_xdata()) == [1.0, 3.0]
 
 
 def test_page_says_what_is_exported_and_why(document):
-    text = render_tuning(document)
+    text = tuning_page(document)
     for words in (
         "trial 2", "+4.00%", "95% interval 3.50 to 4.50%", "Trial 2: gain of 4.00% &amp; more.", "new &lt;1&gt;",
         "3 complete, 1 stopped early, 1 infeasible, 2 duplicates skipped", "5.0%", "of 100 s of trials",
     ):  # fmt: skip
         assert words in text
     document["summary"] |= {"export": "defaults", "export_reason": "it does not lie above zero"}
-    text = render_tuning(document)
+    text = tuning_page(document)
     assert "<b>defaults</b>" in text
     assert "it does not lie above zero" in text
 
@@ -112,7 +108,7 @@ def test_page_without_hold_out_or_defaults_is_whole(document):
     summary["names"]["holdout"] = []
     summary["default"] = None
     summary["holdout"] |= {"best": [], "default_settings": [], "gain_pct": None, "low_pct": None, "high_pct": None}
-    assert "nothing held out" in render_tuning(document)
+    assert "nothing held out" in tuning_page(document)
 
 
 def test_page_loads_nothing(document):
@@ -123,7 +119,7 @@ def test_page_loads_nothing(document):
                 if name in ("src", "href", "xlink:href"):
                     assert value.startswith(("#", "data:"))
 
-    Parser().feed(render_tuning(document))
+    Parser().feed(tuning_page(document))
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +140,8 @@ def browse(chromium, page, folder, *arguments):
 
 def test_a_real_browser_draws_the_page(document, chromium, tmp_path):
     """The browser lays the page out: a script that only the test adds writes down what became of it."""
-    page = write_tuning_report(tmp_path / "report.html", document)
+    page = tmp_path / "report.html"
+    page.write_text(tuning_page(document))
     probe = """<script>
       const all = [...document.querySelectorAll("section, svg, .card")];
       const boxes = all.map(e => [e.tagName, e.getBoundingClientRect()]);
@@ -170,7 +167,8 @@ def test_a_screenshot_has_the_page_on_it(document, chromium, tmp_path):
     import numpy as np
     from matplotlib import image
 
-    page = write_tuning_report(tmp_path / "report.html", document)
+    page = tmp_path / "report.html"
+    page.write_text(tuning_page(document))
     picture = tmp_path / "page.png"
     browse(chromium, page, tmp_path, "--window-size=1000,2400", "--hide-scrollbars", f"--screenshot={picture}")
     pixels = image.imread(picture)[..., :3]
