@@ -8,11 +8,13 @@ Shape suffixes: N samples, U units, D cells of all units together, P EP ranks, L
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 from numba import njit
 
 from search.baselines.routepack_kernels import ProxyCosts, ProxyState
+from search.packing.seeds import heavy_first
 from search.problem import Problem
 from search.random_bits import random_below
 
@@ -20,7 +22,7 @@ WINDOWS = (1, 4, 16, 64)
 """Widths of the windows of the length-sorted order that are shuffled; 1 leaves it as it is."""
 FILLS = (0.02, 0.1, 0.3, 1.0)
 """How far between the mean cell and the cap a cell may be filled; the first that packs everything is taken."""
-FIRST_FIT, BEST_FIT = 0, 1
+FIRST_FIT, BEST_FIT, LEAST_PEAKS = range(3)
 SKETCH_DIRECTIONS = 16
 
 
@@ -38,41 +40,21 @@ def seed_layouts(
     First fit in a windowed order, randomized best fit by occupancy, and insertion where the per-layer peaks of the
     block's ranks grow least.
     """
-    for k in range(tries):
-        width = WINDOWS[k % len(WINDOWS)]
-        order = windowed_order(problem.lengths, width, rng)
-        yield from _packed(problem, costs, num_rows, order, FIRST_FIT, rng)
-        order = windowed_order(problem.lengths, 1, rng)
-        yield from _packed(problem, costs, num_rows, order, BEST_FIT, rng)
-        order = windowed_order(problem.lengths, width, rng)
-        for most in _fill_limits(problem, num_rows):
-            cell_of = _insert_by_peaks(costs.lengths, costs.loads, order, num_rows * problem.num_slots,
-                                       problem.num_slots // problem.num_blocks, most)  # fmt: skip
-            if cell_of[0] >= 0 and fill_empty_cells(cell_of, problem.lengths, num_rows * problem.num_slots):
-                yield cell_of
+    cells, per_unit = num_rows * problem.num_slots, problem.num_slots // problem.num_blocks
+    mean = -(-int(problem.lengths.sum()) // cells)
+    least = min(max(mean, int(problem.lengths.max())), problem.max_tokens)
+    for k, kind in product(range(tries), (FIRST_FIT, BEST_FIT, LEAST_PEAKS)):
+        order = windowed_order(problem.lengths, 1 if kind == BEST_FIT else WINDOWS[k % len(WINDOWS)], rng)
+        for most in (least + round(fill * (problem.max_tokens - least)) for fill in FILLS):
+            if kind == LEAST_PEAKS:
+                cell_of = _insert_by_peaks(costs.lengths, costs.loads, order, cells, per_unit, most)
+            else:
+                state = rng.integers(1, 1 << 62, 1).astype(np.uint64)
+                cell_of = _fit(problem.lengths, order, cells, most, kind, state)
+            if cell_of[0] >= 0 and fill_empty_cells(cell_of, problem.lengths, cells):
+                # Packed bin by bin, cells of like attention then share a row.
+                yield cell_of if kind == LEAST_PEAKS else heavy_first(cell_of, costs.works[:, 0], cells)
                 break
-
-
-def _packed(
-    problem: Problem, costs: ProxyCosts, num_rows: int, order: np.ndarray, rule: int, rng: np.random.Generator
-) -> Iterator[np.ndarray]:
-    """Yield one layout packed bin by bin; cells of like attention then share a row."""
-    cells = num_rows * problem.num_slots
-    for most in _fill_limits(problem, num_rows):
-        state = rng.integers(1, 1 << 62, 1).astype(np.uint64)
-        cell_of = _fit(problem.lengths, order, cells, most, rule, state)
-        if cell_of[0] >= 0 and fill_empty_cells(cell_of, problem.lengths, cells):
-            totals = np.bincount(cell_of, weights=costs.works[:, 0], minlength=cells)
-            rank = np.empty(cells, np.int64)
-            rank[np.argsort(-totals, kind="stable")] = np.arange(cells)
-            yield rank[cell_of]
-            return
-
-
-def _fill_limits(problem: Problem, num_rows: int) -> list[int]:
-    mean = -(-int(problem.lengths.sum()) // (num_rows * problem.num_slots))
-    least = max(mean, int(problem.lengths.max()))
-    return [min(least, problem.max_tokens) + round(fill * max(0, problem.max_tokens - least)) for fill in FILLS]
 
 
 def fill_empty_cells(cell_of: np.ndarray, lengths: np.ndarray, num_cells: int) -> bool:

@@ -36,7 +36,7 @@ def equalised(problem: Problem, cell_of: np.ndarray, num_rows: int) -> np.ndarra
         renamed[cells] = first - block + places
         totals[places] += count[cells]
     cell_of = renamed[cell_of]
-    tokens = np.bincount(cell_of, weights=problem.lengths, minlength=num_rows * slots).astype(np.int64)
+    tokens = problem.cell_tokens(cell_of, num_rows)
     count = np.bincount(cell_of, minlength=num_rows * slots)
     by_length = np.argsort(problem.lengths, kind="stable")
     while totals.max() - totals.min() > 1:
@@ -76,10 +76,13 @@ def pack_balanced(problem: Problem, num_rows: int) -> np.ndarray | None:
             return None
         for k, members in enumerate(bins):
             cell_of[members] = k
+    return heavy_first(cell_of, weights, cells)
+
+
+def heavy_first(cell_of: np.ndarray, weights: np.ndarray, cells: int) -> np.ndarray:
+    """Return a packing with its cells numbered by falling weight, so that cells of like weight share a unit, [N]."""
     totals = np.bincount(cell_of, weights=weights, minlength=cells)
-    rank = np.empty(cells, np.int64)
-    rank[np.argsort(-totals, kind="stable")] = np.arange(cells)
-    return rank[cell_of]
+    return np.argsort(np.argsort(-totals, kind="stable"), kind="stable")[cell_of]
 
 
 def pack_staircase(problem: Problem, num_rows: int) -> np.ndarray | None:
