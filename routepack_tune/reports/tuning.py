@@ -193,14 +193,14 @@ def _outcomes(after: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, 
 def pictures(summary: Mapping[str, Any]) -> dict[str, Figure]:
     """Return every picture for which a study has data, by name."""
     found = {}
-    if summary["history"]:
+    if summary.get("history"):
         found["history"] = panels(7.2, 2.8, partial(plot_history, summary["history"]))
-    if summary["importances"]:
+    if summary.get("importances"):
         ranked = sorted(summary["importances"].items(), key=lambda item: -item[1])
         shares = {name: 100 * share for name, share in ranked}
         draw = partial(plot_bars, shares, "share of the variation of the cost, %")
         found["importances"] = panels(7.2, 0.28 * len(shares) + 0.8, draw)
-    if summary["pareto"]:
+    if summary.get("pareto"):
         found["pareto"] = panels(7.2, 3.0, partial(plot_pareto, summary["pareto"]))
     held_out = holdout_outcomes(summary)
     if summary["holdout"]["gain_pct"] is not None:
