@@ -1,6 +1,6 @@
 """Small tuning tasks and studies for the tests of the tuner."""
 
-import threading
+import tempfile
 
 import numpy as np
 import optuna
@@ -8,6 +8,7 @@ from strategies import TOPOLOGIES, make_batch, make_spec, make_tables
 
 from search import PlannerParams, Range, TuneParams, TuneTask
 from search.tuning.claims import Claims
+from search.tuning.locks import FileLocks
 from search.tuning.trials import record_of, run_trials
 
 FAST = {
@@ -46,5 +47,6 @@ def new_study(task):
 
 def run_here(task, study, target):
     """Run a study in memory with one worker; return the records of its finished trials."""
-    run_trials(task, study, Claims(study, threading.Lock(), target, 0))
+    with tempfile.TemporaryDirectory() as folder:
+        run_trials(task, Claims(study, FileLocks(f"{folder}/claim"), target, 0))
     return [record_of(task, trial) for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED")]

@@ -37,7 +37,8 @@ def rates(task: TuneTask, trials: int, workers: int) -> tuple[float, float, floa
         storage = choose_storage(Path(folder))
         begun = time.perf_counter()
         study = open_study(task, storage, "scaling")
-        run_workers(task, storage, study, trials, workers, Watch(task, study, trials, Observer(), lambda records: None))
+        watch = Watch(task, study, trials, range(workers), Observer(), lambda records: None)
+        run_workers((task, storage, "scaling", trials), study, range(workers), watch)
         wall_s = time.perf_counter() - begun
         finished = [trial for trial in study.trials if trial.state.is_finished()]
     span = max(t.datetime_complete for t in finished) - min(t.datetime_start for t in finished)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -20,9 +20,9 @@ from regimes import CACHE, Regime, load_tables  # noqa: E402
 
 from costmodels import CostModel, StepTables, fit_cost_model, freeze_tables, tables_key  # noqa: E402
 from profiler import Observer, import_published  # noqa: E402
-from search import PlannerParams, StepBatch, TuneParams, TuneTask, run_study  # noqa: E402
+from search import BatchScore, PlannerParams, StepBatch, TuneParams, TuneTask, run_study  # noqa: E402
 from search.tuning.holdout import Interval, bootstrap_gain  # noqa: E402
-from search.tuning.objective import Scorer, scores_of_json  # noqa: E402
+from search.tuning.objective import Scorer  # noqa: E402
 from search.tuning.storage import choose_storage, open_study  # noqa: E402
 
 FOLDER = CACHE / "05_tuning"
@@ -31,6 +31,11 @@ FEWER = {"giant": (5, 2)}
 """Batches and held-out ones where planning takes long."""
 SEEDS = 3
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+def scores_of_json(stored: Sequence[Mapping[str, Any]]) -> list[BatchScore]:
+    """Return the scores that a trial's ``scores`` attribute holds."""
+    return [BatchScore(**score) for score in stored]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ def run(task: TuneTask, name: str, trials: int, workers: int, observer: Observer
     began = time.perf_counter()
     summary = run_study(task, choose_storage(folder), name, trials, workers=workers, observer=observer)
     wall_s = time.perf_counter() - began
-    finished = open_study(task, choose_storage(folder), name, read_only=True).get_trials(states=FINISHED)
+    finished = open_study(task, choose_storage(folder), name).get_trials(states=FINISHED)
     return Outcome(summary, wall_s, tuple(_cost(task, trial) for trial in finished))
 
 

@@ -88,10 +88,8 @@ def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
     """
     if not (folder / STUDY_FILE).is_file():
         return None
-    from search.tuning.storage import check_same
-
     known = read_study(folder)
-    check_same(task, known["signature"], f"The study in {folder}")
+    task.check_same(known["signature"], f"The study in {folder}")
     return known
 
 

@@ -8,15 +8,13 @@ shows it here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from profiler import Observer
-from search.params import PlannerParams
-from search.plan import Plan
-from search.tuning.objective import BatchScore, Scorer, batch_value, scores_to_json, study_value
+from search.tuning.objective import BatchScore, Scorer, study_value
 from search.tuning.task import TuneTask
 
 RESAMPLES = 10_000
@@ -42,27 +40,21 @@ def compare_on_holdout(task: TuneTask, setting: Mapping[str, Any], observer: Obs
     """
     observer, scorer = observer or Observer(), Scorer(task)
     seeds = tuple(task.seed + 1 + k for k in range(task.params.holdout_seeds))
-    params, cap = task.planner_of(setting)
-    same = (params, cap) == (task.base, task.max_tokens)
+    same = task.planner_of(setting) == task.planner_of({})
     observer.start("held-out batches", len(seeds) * len(task.held_out) * (1 if same else 2))
-    defaults = _in_turn(scorer, task.base, task.max_tokens, seeds, None, observer)
-    best = defaults if same else _in_turn(scorer, params, cap, seeds, defaults, observer)
+    defaults = _in_turn(scorer, {}, seeds, [], observer)
+    best = defaults if same else _in_turn(scorer, setting, seeds, defaults, observer)
     observer.finish("held-out batches")
     found: dict[str, Any] = {
-        "best": scores_to_json(best),
-        "default_settings": scores_to_json(defaults),
-        "gain_pct": None,
-        "low_pct": None,
-        "high_pct": None,
-        "best_value": None,
-        "default_value": None,
+        "best": [asdict(score) for score in best],
+        "default_settings": [asdict(score) for score in defaults],
+        **dict.fromkeys(("gain_pct", "low_pct", "high_pct", "best_value", "default_value")),
         "seeds": list(seeds),
         "rests_on": _rests_on(task),
     }
     if best:
-        values = np.array([batch_value(score, task.params) for score in best]).reshape(len(seeds), -1)
-        interval = bootstrap_gain(1 - values.T, task.seed)
-        found |= {"gain_pct": interval.gain_pct, "low_pct": interval.low_pct, "high_pct": interval.high_pct}
+        values = np.array([score.value(task.params) for score in best]).reshape(len(seeds), -1)
+        found |= asdict(bootstrap_gain(1 - values.T, task.seed))
         found |= {"best_value": study_value(best, task.params), "default_value": study_value(defaults, task.params)}
     return found
 
@@ -98,25 +90,21 @@ def choose_export(best_number: int, is_default: bool, holdout: Mapping[str, Any]
 
 def _in_turn(
     scorer: Scorer,
-    params: PlannerParams,
-    cap: int,
+    setting: Mapping[str, Any],
     seeds: Sequence[int],
-    references: Sequence[BatchScore] | None,
+    references: Sequence[BatchScore],
     observer: Observer,
 ) -> list[BatchScore]:
     """Plan the held-out batches one after another, once a seed, each from the plan before; the first one from a plan of
     the last tuned batch."""
-    task = scorer.task
-    scores: list[BatchScore] = []
-    for seed in seeds:
-        previous: Plan | None = None
-        if task.held_out:
-            previous, _ = scorer.plan(params, cap, task.held_out[0] - 1, seed)
-        for index in task.held_out:
+    held_out, scores = scorer.task.held_out, list[BatchScore]()
+    for seed in seeds if held_out else ():
+        previous, _ = scorer.planned(setting, held_out[0] - 1, seed)
+        for index in held_out:
             reference = references[len(scores)] if references else None
-            previous, score = scorer.planned(params, cap, index, seed, previous, reference)
+            previous, score = scorer.planned(setting, index, seed, previous, reference)
             scores.append(score)
-            observer.advance("held-out batches", task.names[index])
+            observer.advance("held-out batches", score.name)
     return scores
 
 

@@ -17,12 +17,11 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from profiler import RoutePackError
 from search.joint import plan_step
-from search.params import PlannerParams
 from search.plan import Plan, check_plan
 from search.tuning.task import TuneParams, TuneTask
 
@@ -54,28 +53,27 @@ class BatchScore:
         """Planning time over that of the defaults."""
         return self.plan_s / self.reference_plan_s
 
-    def value(self, hidden_planning_s: float) -> float:
-        """Return (step time + moves + exposed planning time) over the same of the defaults; less is better."""
-        exposed_s = max(0.0, self.plan_s - hidden_planning_s)
-        reference_s = self.reference_step_s + max(0.0, self.reference_plan_s - hidden_planning_s)
+    def value(self, params: TuneParams) -> float:
+        """Return (step time + moves + exposed planning) over the same of the defaults; less is better.
+
+        With two objectives it is that of step time and moves.
+        """
+        if params.two_objectives:
+            return self.step_value
+        exposed_s = max(0.0, self.plan_s - params.hidden_planning_s)
+        reference_s = self.reference_step_s + max(0.0, self.reference_plan_s - params.hidden_planning_s)
         return (self.step_time_s + self.move_s + exposed_s) / reference_s
+
+
+def study_value(scores: Sequence[BatchScore], params: TuneParams) -> float:
+    """Return the mean value over batches."""
+    return statistics.fmean(score.value(params) for score in scores)
 
 
 def objectives_of(scores: Sequence[BatchScore], params: TuneParams) -> list[float]:
     """Return what a study minimises: means over batches, one number or (step time, planning time)."""
-    if params.two_objectives:
-        return [statistics.fmean(s.step_value for s in scores), statistics.fmean(s.plan_value for s in scores)]
-    return [study_value(scores, params)]
-
-
-def study_value(scores: Sequence[BatchScore], params: TuneParams) -> float:
-    """Return the mean value over batches; less is better. With two objectives it is that of the step time."""
-    return statistics.fmean(batch_value(score, params) for score in scores)
-
-
-def batch_value(score: BatchScore, params: TuneParams) -> float:
-    """Return the value of one batch."""
-    return score.step_value if params.two_objectives else score.value(params.hidden_planning_s)
+    second = [statistics.fmean(s.plan_value for s in scores)] if params.two_objectives else []
+    return [study_value(scores, params), *second]
 
 
 class Scorer:
@@ -89,11 +87,10 @@ class Scorer:
 
     def warm_up(self) -> None:
         """Compile the kernels: compiling is not planning."""
-        tiny = replace(self.task.base, max_iterations=1, starts=1, alternations=1, placement_swaps=1, extra_rows=0)
-        index, cap, seed = self.task.tuned[0], self.task.max_tokens, self.task.seed
+        tiny = {"max_iterations": 1, "starts": 1, "alternations": 1, "placement_swaps": 1, "extra_rows": 0}
         with contextlib.suppress(RoutePackError):  # so short a search may break a limit that others keep
-            first, _ = self.plan(tiny, cap, index, seed)
-            self.plan(tiny, cap, index, seed, first)
+            first, _ = self.planned(tiny, self.task.tuned[0], self.task.seed)
+            self.planned(tiny, self.task.tuned[0], self.task.seed, first)
         self.planning_s = 0.0
 
     def score(self, setting: Mapping[str, Any], index: int) -> BatchScore:
@@ -104,80 +101,52 @@ class Scorer:
         RoutePackError
             If the batch cannot be planned or its value is not finite: the setting is infeasible.
         """
-        params, cap = self.task.planner_of(setting)
         previous = self._defaults(index - 1)[0] if index else None
         _, reference = self._defaults(index)
-        if (params, cap) == (self.task.base, self.task.max_tokens):
+        if self.task.planner_of(setting) == self.task.planner_of({}):
             return reference
-        return self.planned(params, cap, index, self.task.seed, previous, reference)[1]
+        return self.planned(setting, index, self.task.seed, previous, reference)[1]
 
     def planned(
         self,
-        params: PlannerParams,
-        cap: int,
+        setting: Mapping[str, Any],
         index: int,
         seed: int,
-        previous: Plan | None,
-        reference: BatchScore | None,
+        previous: Plan | None = None,
+        reference: BatchScore | None = None,
     ) -> tuple[Plan, BatchScore]:
-        """Return the plan of a batch and its score; without a ``reference`` it is compared with itself."""
-        task = self.task
-        plan, plan_s = self.plan(params, cap, index, seed, previous)
-        step_s, move_s = plan.predicted.step_time_s, plan.moves.seconds
-        score = BatchScore(
-            task.names[index],
-            seed,
-            step_s,
-            move_s,
-            plan_s,
-            plan.default.step_time_s,
-            plan.lower_bound_s,
-            reference.reference_step_s if reference else step_s + move_s,
-            reference.reference_plan_s if reference else plan_s,
-        )
-        if not all(math.isfinite(v) and v > 0 for v in (step_s, batch_value(score, task.params))):
-            raise RoutePackError(
-                f"Batch {score.name}: the step time is {step_s} s and the objective {batch_value(score, task.params)}."
-            )
-        return plan, score
-
-    def plan(
-        self, params: PlannerParams, cap: int, index: int, seed: int, previous: Plan | None = None
-    ) -> tuple[Plan, float]:
-        """Return a checked plan and the processor time it took, seconds."""
-        task = self.task
+        """Return the checked plan of a batch and its score; without a ``reference`` it is compared with itself."""
+        task, (params, cap) = self.task, self.task.planner_of(setting)
+        name, batch, tables = task.names[index], task.batches[index], task.tables_of(cap)
+        how: dict[str, Any] = {"seed": seed, "previous": previous, "num_threads": 1}
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         try:
-            plan = plan_step(
-                task.batches[index],
-                task.tables_of(cap),
-                task.spec,
-                task.topology,
-                cap,
-                params,
-                seed=seed,
-                previous=previous,
-                num_threads=1,
-            )
+            plan = plan_step(batch, tables, task.spec, task.topology, cap, params, **how)
         except RoutePackError as error:
-            raise RoutePackError(f"Batch {task.names[index]}: {error}") from None
+            raise RoutePackError(f"Batch {name}: {error}") from None
         finally:
             plan_s = time.process_time() - cpu_s
             self.planning_s += time.perf_counter() - wall_s
-        check_plan(plan, task.batches[index].lengths, task.spec.num_experts)
-        return plan, plan_s
+        check_plan(plan, batch.lengths, task.spec.num_experts)
+        step_s, move_s = plan.predicted.step_time_s, plan.moves.seconds
+        compared = (reference.reference_step_s, reference.reference_plan_s) if reference else (step_s + move_s, plan_s)
+        score = BatchScore(name, seed, step_s, move_s, plan_s, plan.default.step_time_s, plan.lower_bound_s, *compared)
+        if not all(math.isfinite(v) and v > 0 for v in (step_s, score.value(task.params))):
+            raise RoutePackError(
+                f"Batch {name}: the step time is {step_s} s and the objective {score.value(task.params)}."
+            )
+        return plan, score
 
     def _defaults(self, index: int) -> tuple[Plan, BatchScore]:
         """Return the defaults' plan and score of a batch; each plan starts from that of the batch before."""
         while len(self._chain) <= index:
-            previous, task = self._chain[-1][0] if self._chain else None, self.task
+            previous = self._chain[-1][0] if self._chain else None
             try:
-                planned = self.planned(task.base, task.max_tokens, len(self._chain), task.seed, previous, None)
+                self._chain.append(self.planned({}, len(self._chain), self.task.seed, previous))
             except RoutePackError as error:
                 raise RoutePackError(
                     f"The planner's own settings, which all are compared with, fail. {error} Start from others."
                 ) from None
-            self._chain.append(planned)
         return self._chain[index]
 
 
@@ -196,15 +165,5 @@ def trial_metrics(scores: Sequence[BatchScore], params: TuneParams) -> dict[str,
         metrics["plan_value"] = statistics.fmean(s.plan_value for s in scores)
     for score in scores:
         metrics[f"step_time_s.{score.name}"] = score.step_time_s
-        metrics[f"value.{score.name}"] = batch_value(score, params)
+        metrics[f"value.{score.name}"] = score.value(params)
     return metrics
-
-
-def scores_to_json(scores: Sequence[BatchScore]) -> list[dict[str, Any]]:
-    """Return scores as plain dictionaries."""
-    return [asdict(score) for score in scores]
-
-
-def scores_of_json(stored: Sequence[Mapping[str, Any]]) -> list[BatchScore]:
-    """Return the scores that a trial's ``scores`` attribute holds."""
-    return [BatchScore(**score) for score in stored]

@@ -46,8 +46,7 @@ def make_sampler(task: TuneTask, worker: int, finished: int) -> Any:
                 seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False
             )
         if name == "cmaes":  # it leaves the cap, a choice, to chance
-            start = {knob: value for knob, value in task.given_settings[0].items() if knob != CAP}
-            return optuna.samplers.CmaEsSampler(seed=seed, x0=start, warn_independent_sampling=False)
+            return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
         return optuna.samplers.TPESampler(
             seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS
         )
@@ -77,16 +76,3 @@ def distributions(task: TuneTask) -> dict[str, Any]:
     if len(task.caps) > 1:
         space[CAP] = CategoricalDistribution(task.caps)
     return space
-
-
-def draw(trial: Any, space: dict[str, Any]) -> None:
-    """Let a trial take a value for every knob."""
-    from optuna.distributions import CategoricalDistribution, IntDistribution
-
-    for name, known in space.items():
-        if isinstance(known, CategoricalDistribution):
-            trial.suggest_categorical(name, known.choices)
-        elif isinstance(known, IntDistribution):
-            trial.suggest_int(name, known.low, known.high, log=known.log)
-        else:
-            trial.suggest_float(name, known.low, known.high, log=known.log)

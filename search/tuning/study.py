@@ -7,15 +7,20 @@ by batch is stopped early. The latest batches are held out: on them the winner m
 
 from __future__ import annotations
 
+import math
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from profiler import Observer
-from search.tuning.claims import Claims, first_worker
-from search.tuning.storage import claim_lock, is_server, open_study
-from search.tuning.summary import summarise
-from search.tuning.task import TrialListener, TuneTask
-from search.tuning.trials import Watch, run_trials
-from search.tuning.workers import run_workers
+from profiler import Observer, RoutePackError
+from search.tuning.claims import finished_trials
+from search.tuning.holdout import choose_export, compare_on_holdout
+from search.tuning.storage import is_server, open_study
+from search.tuning.task import CAP, TrialListener, TuneTask
+from search.tuning.trials import Watch, best_trial, state_of
+from search.tuning.workers import run_workers, work
 
 
 def run_study(
@@ -54,11 +59,90 @@ def run_study(
     """
     observer = observer or Observer()
     study = open_study(task, storage, study_name)
-    watch = Watch(task, study, trials, observer, listener or (lambda records: None))
+    first = secrets.randbelow(2**32) if is_server(storage) else 0  # no other machine's workers have these numbers
+    numbers, job = range(first, first + workers), (task, storage, study_name, trials)
+    watch = Watch(task, study, trials, numbers, observer, listener or (lambda records: None))
     if ray or workers > 1:
-        run_workers(task, storage, study, trials, workers, watch, ray=ray)
+        run_workers(job, study, numbers, watch, ray=ray)
     else:
-        server, lock = is_server(storage), claim_lock(storage, study.study_name)
-        run_trials(task, study, Claims(study, lock, trials, first_worker(server), server=server), watch.look)
+        work(job, first, watch.look)
     watch.finish()
     return summarise(task, study, observer)
+
+
+def summarise(task: TuneTask, study: Any, observer: Observer | None = None) -> dict[str, Any]:
+    """Try the winner on the held-out batches and return all there is to tell of a study.
+
+    Raises
+    ------
+    RoutePackError
+        If no trial is feasible: nothing can be exported.
+    """
+    trials = study.get_trials(deepcopy=False)
+    best = best_trial(task, trials)
+    if best is None:
+        reasons = {trial.user_attrs.get("infeasible", "failed") for trial in trials}
+        raise RoutePackError(f"No trial of study {study.study_name!r} is feasible: {'; '.join(sorted(reasons))}")
+    default_setting, complete = task.given_settings[0], [t for t in trials if t.state.name == "COMPLETE"]
+    default = next((t for t in complete if t.params == default_setting), None)
+    holdout = compare_on_holdout(task, best.params, observer)
+    export, reason = choose_export(best.number, best.params == default_setting, holdout)
+    counts = Counter(map(state_of, trials))
+    times = [t.user_attrs["time"] for t in trials if "time" in t.user_attrs]
+    return {
+        "study": study.study_name,
+        "signature": task.signature,
+        "names": {"tuned": [task.names[i] for i in task.tuned], "holdout": [task.names[i] for i in task.held_out]},
+        "trials": {state: counts[state] for state in ("complete", "infeasible", "pruned", "failed", "duplicate")},
+        "best": _told(task, best) | {"scores": best.user_attrs["scores"]},
+        "default": _told(task, default) if default else None,
+        "history": [
+            {
+                "number": t.number,
+                "value": _value(t),
+                "params": t.params,
+                "state": state_of(t),
+                "batches": len(t.user_attrs.get("scores", ())),
+            }
+            for t in finished_trials(study)
+        ],
+        "pareto": _pareto(study) if task.params.two_objectives else [],
+        "importances": _importances(study, complete),
+        "holdout": holdout,
+        "export": export,
+        "export_reason": reason,
+        "overhead": {key: sum(time_[key] for time_ in times) for key in ("planning_s", "total_s")},
+    }
+
+
+def _told(task: TuneTask, trial: Any) -> dict[str, Any]:
+    params, cap = task.planner_of(trial.params)
+    return {"number": trial.number, "value": trial.values[0], "params": asdict(params), CAP: cap}
+
+
+def _value(trial: Any) -> float | None:
+    """Return a complete trial's (first) value, the mean over the batches seen of one stopped early, else nothing."""
+    if trial.state.name == "COMPLETE":
+        return float(trial.values[0])
+    seen = list(trial.intermediate_values.values())
+    return math.fsum(seen) / len(seen) if seen and "infeasible" not in trial.user_attrs else None
+
+
+def _pareto(study: Any) -> list[dict[str, Any]]:
+    front = sorted(study.best_trials, key=lambda trial: trial.values)
+    return [
+        {"number": t.number, "step_value": t.values[0], "plan_value": t.values[1], "params": t.params} for t in front
+    ]
+
+
+def _importances(study: Any, complete: Sequence[Any]) -> dict[str, float]:
+    """Return each knob's share of what varies the (first) objective; empty where too few trials show it."""
+    import optuna
+
+    if len({trial.values[0] for trial in complete}) < 2:
+        return {}
+    # A study of several objectives, or of one, is asked for the first.
+    shares = optuna.importance.get_param_importances(
+        study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0), target=lambda trial: trial.values[0]
+    )
+    return {name: float(share) for name, share in shares.items() if math.isfinite(share)}

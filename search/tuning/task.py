@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -21,6 +22,15 @@ from search.problem import StepBatch
 SAMPLERS = ("tpe", "gp", "cmaes")
 CAP = "max_tokens"
 """Name of the microbatch cap among the knobs."""
+_SHOWN = 4
+"""Names shown of a list of differences."""
+_WORDS = {
+    "batches": "step batches",
+    "tables": "times of cost model, model, topology or cap:",
+    "base": "planner settings",
+    "space": "tunable ranges or caps",
+    "objective": "tune settings",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +56,18 @@ class TuneParams:
     """MLflow experiment the study's runs belong to."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.holdout_share < 1:
-            raise ValueError(f"Expected holdout_share in [0, 1), got {self.holdout_share}.")
-        if not self.holdout_seeds >= 1:
-            raise ValueError(f"Expected holdout_seeds >= 1, got {self.holdout_seeds}.")
-        if not 0 <= self.hidden_planning_s < math.inf:
-            raise ValueError(f"Expected hidden_planning_s >= 0 and finite, got {self.hidden_planning_s}.")
-        if self.sampler not in SAMPLERS:
-            raise ValueError(f"Expected sampler to be one of {', '.join(SAMPLERS)}, got {self.sampler!r}.")
-        if self.two_objectives and self.sampler == "cmaes":
-            raise ValueError("Expected sampler tpe or gp with two_objectives, got 'cmaes', which knows one objective.")
-        if not all(cap >= 1 for cap in self.caps):
-            raise ValueError(f"Expected caps >= 1 token, got {self.caps}.")
-        if not self.experiment:
-            raise ValueError("Expected a name for experiment, got an empty one.")
+        checks = [
+            ("holdout_share", "in [0, 1)", 0 <= self.holdout_share < 1),
+            ("holdout_seeds", ">= 1", self.holdout_seeds >= 1),
+            ("hidden_planning_s", ">= 0 and finite", 0 <= self.hidden_planning_s < math.inf),
+            ("sampler", f"one of {', '.join(SAMPLERS)}", self.sampler in SAMPLERS),
+            ("sampler", "tpe or gp with two_objectives", not (self.two_objectives and self.sampler == "cmaes")),
+            ("caps", ">= 1 token", all(cap >= 1 for cap in self.caps)),
+            ("experiment", "a name", bool(self.experiment)),
+        ]
+        for name, wanted, holds in checks:
+            if not holds:
+                raise ValueError(f"Expected {name} {wanted}, got {getattr(self, name)!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,7 @@ class TrialRecord:
 
 
 TrialListener = Callable[[Sequence[TrialRecord]], None]
-"""Is given the finished trials of this machine at a study's start and whenever there are more, and all at its end."""
+"""Is given the finished trials of its own workers at a study's start and whenever there are more, all at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,26 +115,16 @@ class TuneTask:
                 f"Caps {', '.join(map(str, missing))} have no frozen times. Freeze the cost model for each cap, or "
                 "take them out of caps."
             )
-        for setting in self.enqueue:
-            self._check_setting(setting)
-
-    def _check_setting(self, setting: Mapping[str, Any]) -> None:
-        for name, value in setting.items():
-            if name == CAP and value in self.caps:
-                continue
+        for name, value in ((name, value) for setting in self.enqueue for name, value in setting.items()):
             if name == CAP:
+                holds, wanted = value in self.caps, f"one of the caps {', '.join(map(str, self.caps))}"
+            elif knob := self.space.get(name):
+                holds, wanted = knob.holds(value), f"in {knob.low} to {knob.high}{', whole' if knob.integer else ''}"
+            else:
+                holds, wanted = False, f"one of the knobs {', '.join(self.space)}"
+            if not holds:
                 raise RoutePackError(
-                    f"Enqueued setting {CAP} = {value} is none of the allowed caps {', '.join(map(str, self.caps))}. "
-                    "Add it to caps, or leave it out."
-                )
-            if (knob := self.space.get(name)) is None:
-                raise RoutePackError(
-                    f"Enqueued setting {name!r} is no tunable knob of this study. Known: {', '.join(self.space)}."
-                )
-            if not knob.holds(value):
-                raise RoutePackError(
-                    f"Enqueued setting {name} = {value} is outside its range {knob.low} to {knob.high}. Change it, or "
-                    "leave it out."
+                    f"Enqueued setting {name} = {value}: expected {wanted}. Change it, or leave it out."
                 )
 
     @property
@@ -145,7 +143,7 @@ class TuneTask:
     @property
     def held_out(self) -> range:
         """Indices of the batches kept for the final comparison."""
-        return range(len(self.batches) - self.num_holdout, len(self.batches))
+        return range(len(self.tuned), len(self.batches))
 
     @property
     def space(self) -> dict[str, Range]:
@@ -171,18 +169,9 @@ class TuneTask:
         return [defaults, *({**defaults, **setting} for setting in self.enqueue)]
 
     def planner_of(self, setting: Mapping[str, Any]) -> tuple[PlannerParams, int]:
-        """Return the planner's parameters and the cap of a setting.
-
-        Raises
-        ------
-        RoutePackError
-            If its values do not go together: the setting is infeasible.
-        """
+        """Return the planner's parameters and the cap of a setting."""
         knobs = {name: value for name, value in setting.items() if name != CAP}
-        try:
-            return replace(self.base, **knobs), int(setting.get(CAP, self.max_tokens))
-        except ValueError as error:
-            raise RoutePackError(str(error)) from None
+        return replace(self.base, **knobs), int(setting.get(CAP, self.max_tokens))
 
     @property
     def signature(self) -> dict[str, Any]:
@@ -204,6 +193,39 @@ class TuneTask:
         }
         return json.loads(canonical_json(signature))
 
+    def check_same(self, stored: Mapping[str, Any], where: str) -> None:
+        """Refuse the signature of a study that was made from other inputs.
+
+        Raises
+        ------
+        RoutePackError
+            With what was added, removed and changed.
+        """
+        wanted = self.signature
+        if changed := [key for key in wanted if stored.get(key) != wanted[key]]:
+            details = [difference(_WORDS.get(key, key), stored.get(key), wanted[key]) for key in changed]
+            raise RoutePackError(
+                f"{where} was made from other inputs ({'; '.join(details)}): its trials cannot be compared with new "
+                "ones. Go back to the earlier inputs, give another --out, or begin afresh with --new-study."
+            )
+
     def tables_of(self, cap: int) -> StepTables:
         """Return the frozen times of a cap."""
         return self.tables if cap == self.max_tokens else self.tables_by_cap[cap]
+
+
+def difference(name: str, old: Any, new: Any) -> str:
+    """Say in one line how a value changed: entries added, removed, and from what to what; hashes by their begin."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{56}\b", r"\1", f"{name} {old} -> {new}")
+    found = {
+        "added": [key for key in new if key not in old],
+        "removed": [key for key in old if key not in new],
+        "changed": [difference(key, old[key], new[key]) for key in new if key in old and old[key] != new[key]],
+    }
+    return f"{name}: {', '.join(f'{word} {_listed(items)}' for word, items in found.items() if items)}"
+
+
+def _listed(items: list[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more

@@ -1,6 +1,6 @@
 """Several workers on one study: processes of this machine, or tasks of a Ray cluster.
 
-The parent creates the study and watches it; each worker loads it and claims trials until the total is reached, so the
+The parent creates the study and watches it; each worker opens it and claims trials until the total is reached, so the
 same command on more machines with one server storage just adds workers. Workers are spawned, never forked: LightGBM
 and OpenMP hang in a forked child. The task travels to them in the arguments, from our process to our process.
 
@@ -17,32 +17,38 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from profiler import RoutePackError
-from search.tuning.claims import Claims, count_finished, fail_abandoned, first_worker
-from search.tuning.storage import claim_lock, is_server, open_study, shown
+from search.tuning.claims import Claims, fail_abandoned, finished_trials
+from search.tuning.storage import is_server, open_study, shown, study_locks
 from search.tuning.task import TuneTask
 from search.tuning.trials import Watch, run_trials
 
 POLL_S = 0.5
 STOP_S = 5.0
 """Time a worker has to end after a polite signal."""
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Job = tuple[TuneTask, str, str, int]
 """What every worker is given: task, storage, name of the study, trials."""
-Poll = Callable[[], tuple[bool, list[str]]]
-"""Waits a little; returns whether workers are left, and of what others died meanwhile."""
 
 
-def run_workers(
-    task: TuneTask, storage: str, study: Any, trials: int, workers: int, watch: Watch, *, ray: bool = False
-) -> None:
-    """Run a study with so many workers until it holds ``trials`` finished trials, those of other machines included.
+def work(job: Job, worker: int, after_trial: Callable[[], None] = lambda: None) -> None:
+    """Be one worker: run trials, and leave none running."""
+    task, storage, name, trials = job
+    study, locks = open_study(task, storage, name), study_locks(storage, name)
+    try:
+        run_trials(task, Claims(study, locks, trials, worker), after_trial)
+    finally:
+        fail_abandoned(study, locks)
+
+
+def run_workers(job: Job, study: Any, numbers: range, watch: Watch, *, ray: bool = False) -> None:
+    """Run a study with workers of such numbers until it holds the job's trials, those of other machines included.
 
     With ``ray`` they are tasks of its cluster, one core each; one whose node died is started again by Ray.
 
@@ -52,64 +58,57 @@ def run_workers(
         If every worker died before that (the message says of what), Ray is not installed, or its nodes cannot reach the
         storage.
     """
-    job = (task, storage, study.study_name, trials)
-    lock, dead = claim_lock(storage, study.study_name), list[str]()
-    first = first_worker(is_server(storage))
-    numbers = range(first, first + workers)
+    _, storage, name, trials = job
+    dead: list[str] = []
     try:
-        with _ray_tasks(job, numbers) if ray else _processes(job, numbers) as poll:
-            left = True
-            while left:
-                left, reasons = poll()
-                if reasons:
-                    dead += reasons
-                    fail_abandoned(study, lock, is_server(storage))
+        with contextlib.closing(_ray_tasks(job, numbers) if ray else _processes(job, numbers)) as polls:
+            for reasons in polls:
+                dead += reasons
                 watch.look()
     finally:
-        fail_abandoned(study, lock, is_server(storage))
-    _judge(study, trials, workers, dead)
+        fail_abandoned(study, study_locks(storage, name))
+    if dead:
+        told, finished = "; ".join(dict.fromkeys(dead)), len(finished_trials(study))
+        if len(dead) == len(numbers) and finished < trials:
+            raise RoutePackError(
+                f"All {len(dead)} workers of study {name!r} died with {finished} of {trials} trials finished: "
+                f"{told}. Run the command again to go on from there, with fewer workers if memory ran out."
+            )
+        warnings.warn(f"{len(dead)} of {len(numbers)} workers died, the others went on: {told}.", stacklevel=2)
 
 
-@contextlib.contextmanager
-def _processes(job: Job, numbers: range) -> Iterator[Poll]:
-    """Start processes of this machine; on the way out none is left."""
+def _processes(job: Job, numbers: range) -> Generator[list[str], None, None]:
+    """Start processes of this machine; say again and again of what some died; on the way out none is left."""
     context = multiprocessing.get_context("spawn")
     threads = max(1, len(os.sched_getaffinity(0)) // len(numbers))
-    crew: dict[Any, Path] = {}
-    running: list[Any] = []
-
-    def poll() -> tuple[bool, list[str]]:
-        ended, dead = wait([process.sentinel for process in running], timeout=POLL_S), []
-        for process in [process for process in running if process.sentinel in ended]:
-            process.join()
-            running.remove(process)
-            if process.exitcode:
-                dead.append(f"{process.name} {_cause(process.exitcode, crew[process])}")
-        return bool(running), dead
-
-    with tempfile.TemporaryDirectory() as logs:
+    logs: dict[Any, Path] = {}
+    with tempfile.TemporaryDirectory() as folder:
         try:
             for i, number in enumerate(numbers):
-                log = Path(logs) / f"worker-{i}.log"
-                arguments = (job, number, log)
-                process = context.Process(target=_work_here, args=arguments, name=f"worker {i}", daemon=True)
+                log = Path(folder) / f"worker-{i}.log"
+                process = context.Process(target=_work_here, args=(job, number, log), name=f"worker {i}", daemon=True)
                 with _environment(dict.fromkeys(THREAD_VARIABLES, str(threads))):  # read when the child imports numpy
                     process.start()
-                crew[process] = log
-            running += crew
-            yield poll
+                logs[process] = log
+            running = list(logs)
+            while running:
+                ended = wait([process.sentinel for process in running], timeout=POLL_S)
+                gone = [process for process in running if process.sentinel in ended]
+                for process in gone:
+                    process.join()
+                    running.remove(process)
+                yield [f"{p.name} {_cause(p.exitcode, logs[p])}" for p in gone if p.exitcode]
         finally:
-            for process in crew:
+            for process in logs:
                 process.terminate()
-            for process in crew:
+            for process in logs:
                 process.join(STOP_S)
                 process.kill()
                 process.join()
 
 
-@contextlib.contextmanager
-def _ray_tasks(job: Job, numbers: range) -> Iterator[Poll]:
-    """Start tasks of a Ray cluster; on the way out those that run are cancelled."""
+def _ray_tasks(job: Job, numbers: range) -> Generator[list[str], None, None]:
+    """Start tasks of a Ray cluster; say of what some died; on the way out those that run are cancelled."""
     try:
         import ray
     except ImportError:
@@ -124,21 +123,18 @@ def _ray_tasks(job: Job, numbers: range) -> Iterator[Poll]:
             f"Storage {shown(job[1])} is a file that other nodes cannot lock. Give --storage postgresql://..."
         )
     environment = {"env_vars": dict.fromkeys(THREAD_VARIABLES, "1")}
-    submit, sent = ray.remote(num_cpus=1, runtime_env=environment)(_work).remote, ray.put(job)
+    submit, sent = ray.remote(num_cpus=1, runtime_env=environment)(work).remote, ray.put(job)
     running = [submit(sent, number) for number in numbers]
-
-    def poll() -> tuple[bool, list[str]]:
-        ended, running[:] = ray.wait(running, num_returns=1, timeout=POLL_S)
-        dead = []
-        for task in ended:
-            try:
-                ray.get(task)
-            except ray.exceptions.RayError as error:
-                dead.append(f"a task failed: {_last_line(str(error))}")
-        return bool(running), dead
-
     try:
-        yield poll
+        while running:
+            ended, running = ray.wait(running, num_returns=1, timeout=POLL_S)
+            dead = []
+            for task in ended:
+                try:
+                    ray.get(task)
+                except ray.exceptions.RayError as error:
+                    dead.append(f"a task failed: {_last_line(str(error))}")
+            yield dead
     finally:
         for task in running:
             ray.cancel(task, force=True)
@@ -153,29 +149,9 @@ def _work_here(job: Job, worker: int, log: Path) -> None:
     assert parent is not None
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     try:
-        _work(job, worker)
+        work(job, worker)
     except RoutePackError as error:
         sys.exit(str(error))
-
-
-def _work(job: Job, worker: int) -> None:
-    """Load the study and run trials."""
-    task, storage, name, trials = job
-    study, server = open_study(task, storage, name, read_only=True), is_server(storage)
-    run_trials(task, study, Claims(study, claim_lock(storage, name), trials, worker, server=server))
-
-
-def _judge(study: Any, trials: int, workers: int, dead: list[str]) -> None:
-    """Warn of workers that died; raise if that left trials undone."""
-    if not dead:
-        return
-    reasons, finished = "; ".join(dict.fromkeys(dead)), count_finished(study)
-    if len(dead) == workers and finished < trials:
-        raise RoutePackError(
-            f"All {workers} workers of study {study.study_name!r} died with {finished} of {trials} trials finished: "
-            f"{reasons}. Run the command again to go on from there, with fewer workers if memory ran out."
-        )
-    warnings.warn(f"{len(dead)} of {workers} workers died, the others went on: {reasons}.", stacklevel=3)
 
 
 def _cause(code: int, log: Path) -> str:

@@ -75,11 +75,11 @@ def test_defaults_come_first_then_what_is_given_completed_by_the_defaults():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"max_iterations": 99}, "max_iterations = 99 is outside its range 100 to 3000"),
-        ({"max_iteration": 200}, "'max_iteration' is no tunable knob"),
-        ({"max_iterations": 200.5}, "max_iterations = 200.5 is outside"),
-        ({"stickiness": float("nan")}, "stickiness = nan is outside"),
-        ({"max_tokens": 32}, "max_tokens = 32 is none of the allowed caps 64"),
+        ({"max_iterations": 99}, "max_iterations = 99: expected in 100 to 3000"),
+        ({"max_iteration": 200}, "max_iteration = 200: expected one of the knobs max_iterations, "),
+        ({"max_iterations": 200.5}, "max_iterations = 200.5: expected in .*, whole"),
+        ({"stickiness": float("nan")}, "stickiness = nan: expected in"),
+        ({"max_tokens": 32}, "max_tokens = 32: expected one of the caps 64"),
     ],
 )
 def test_a_given_setting_out_of_range_is_an_error_naming_the_knob(setting, message):
@@ -103,7 +103,7 @@ def test_ranges_reach_the_users_own_values_and_leave_alone_what_is_switched_off(
 
 
 def test_cmaes_knows_one_objective():
-    with pytest.raises(ValueError, match="which knows one objective"):
+    with pytest.raises(ValueError, match="tpe or gp with two_objectives"):
         TuneParams(sampler="cmaes", two_objectives=True)
 
 

@@ -15,7 +15,8 @@ import search.tuning.objective
 from profiler import RoutePackError
 from search import Range, run_study
 from search.params import TUNABLE
-from search.tuning.summary import summarise
+from search.tuning.storage import open_study
+from search.tuning.study import summarise
 from search.tuning.trials import MAX_REPEATS
 
 optuna = pytest.importorskip("optuna")
@@ -30,7 +31,7 @@ def small_space(monkeypatch):
 
 
 def test_study_counts_the_total_and_starts_from_the_defaults(tmp_path):
-    storage, task, seen = f"sqlite:///{tmp_path}/study.db", make_task(), []
+    storage, task, seen = f"journal:{tmp_path}/j", make_task(), []
     summary = run_study(task, storage, "s", 3, listener=lambda records: seen.append([r.number for r in records]))
     assert sum(summary["trials"].values()) == 3
     assert summary["history"][0]["params"]["max_iterations"] == 1000
@@ -139,18 +140,18 @@ def test_overhead_and_importances_are_told():
     assert set(summary["importances"]) <= set(FAST)
 
 
-def test_ctrl_c_leaves_no_trial_running_and_its_setting_gets_another_go(monkeypatch):
+def test_ctrl_c_leaves_no_trial_running_and_its_setting_gets_another_go(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    task = make_task()
-    study = new_study(task)
+    task, storage = make_task(), f"journal:{tmp_path}/j"
     with monkeypatch.context() as patch:
         patch.setattr(search.tuning.objective.Scorer, "score", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run_here(task, study, 2)
-    assert [t.state.name for t in study.trials] == ["FAIL", "WAITING"]
-    assert run_here(task, study, 1)[0].setting["max_iterations"] == task.base.max_iterations
+            run_study(task, storage, "s", 2)
+    assert [t.state.name for t in open_study(task, storage, "s").trials] == ["FAIL", "WAITING"]
+    summary = run_study(task, storage, "s", 1)
+    assert [trial["params"] for trial in summary["history"]] == task.given_settings
 
 
 def test_a_trial_that_another_machine_failed_meanwhile_does_not_end_its_worker(monkeypatch):
@@ -159,7 +160,7 @@ def test_a_trial_that_another_machine_failed_meanwhile_does_not_end_its_worker(m
 
     def slow(scorer, setting, index):
         if len(study.trials) == 1:
-            study.tell(0, state=optuna.trial.TrialState.FAIL)  # as if it had sent no heartbeats
+            study.tell(0, state=optuna.trial.TrialState.FAIL)  # as if its connection had ended
         return real(scorer, setting, index)
 
     monkeypatch.setattr(search.tuning.objective.Scorer, "score", slow)
@@ -186,15 +187,15 @@ run_study(here.make_task(), {storage!r}, "s", 6)
 
 
 def test_killed_in_a_trial_it_continues_and_loses_none(tmp_path):
-    storage = f"sqlite:///{tmp_path}/study.db"
+    storage = f"journal:{tmp_path}/j"
     path = [os.path.dirname(__file__), *[p for p in sys.path if p]]
     done = subprocess.run([sys.executable, "-c", KILLED.format(path=path, storage=storage)], capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    before = optuna.load_study(study_name="s", storage=storage).trials
+    before = open_study(make_task(), storage, "s").trials
     assert [t.state.name for t in before][-1] == "RUNNING"
     killed = len(before) - 1
     summary = run_study(make_task(), storage, "s", 6)
-    after = optuna.load_study(study_name="s", storage=storage).trials
+    after = open_study(make_task(), storage, "s").trials
     assert [t.values for t in after[:killed]] == [t.values for t in before[:killed]]
     assert after[killed].state.name == "FAIL"
     assert after[killed + 1].params == before[killed].params  # the interrupted setting gets another go

@@ -8,15 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 
 import pytest
 from small_tasks import lasting_settings, make_task
 
-import search.tuning.claims
 from profiler import Observer, RoutePackError
-from search.tuning.claims import MAX_RETRIES, Claims, fail_abandoned, finished_trials
-from search.tuning.storage import claim_lock, is_server, open_study
+from search.tuning.claims import MAX_RETRIES, Claims, finished_trials
+from search.tuning.storage import open_study, study_locks
 from search.tuning.trials import Watch
 from search.tuning.workers import run_workers
 
@@ -26,8 +24,9 @@ optuna = pytest.importorskip("optuna")
 def run(task, storage, trials, workers, ray=False):
     """Run a study with workers; return it and the numbers that a listener was told last."""
     study, told = open_study(task, storage, "s"), []
-    watch = Watch(task, study, trials, Observer(), lambda records: told.append([record.number for record in records]))
-    run_workers(task, storage, study, trials, workers, watch, ray=ray)
+    numbers, tell = range(workers), lambda records: told.append([record.number for record in records])
+    watch = Watch(task, study, trials, numbers, Observer(), tell)
+    run_workers((task, storage, "s", trials), study, numbers, watch, ray=ray)
     watch.finish()
     return study, told[-1]
 
@@ -35,32 +34,22 @@ def run(task, storage, trials, workers, ray=False):
 def claims(storage, target, worker=0):
     """Open a study like a worker and return it with the worker's claims."""
     study = open_study(make_task(), storage, "s")
-    return study, Claims(study, claim_lock(storage, "s"), target, worker, server=is_server(storage))
-
-
-def begin(study, ours):
-    """Begin a trial, or return None where none is missing."""
-    if not ours.take():
-        return None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Heartbeat of storage")
-        trial = study.ask()
-    ours.sign(trial)
-    return trial
+    return study, Claims(study, study_locks(storage, "s"), target, worker)
 
 
 def kill_one_in_a_trial(storage, killed, only_one=True):
     """Stop a worker, make sure that its trial still runs, then kill it."""
+    study = open_study(make_task(), storage, "s")
     while True:
-        time.sleep(0.05)
-        study = open_study(make_task(), storage, "s", read_only=True)
+        time.sleep(0.02)
+        pids = {process.name: process.pid for process in multiprocessing.active_children()}
         for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-            pid = trial.user_attrs.get("pid")
-            if "machine" not in trial.user_attrs or pid in killed:
+            pid = pids.get(f"worker {trial.user_attrs.get('worker')}")
+            if pid is None or pid in killed or "lock" not in trial.user_attrs:
                 continue
             os.kill(pid, signal.SIGSTOP)
             now = study.trials[trial.number]
-            if now.state.name != "RUNNING" or now.params.keys() != make_task().space.keys():
+            if now.state.name != "RUNNING":
                 os.kill(pid, signal.SIGCONT)
                 continue
             killed[pid] = trial.number
@@ -114,29 +103,33 @@ def test_what_a_worker_said_last_is_shown(tmp_path, monkeypatch):
 
 def test_claims_never_exceed_the_target_and_the_last_one_goes_to_whoever_is_left(storage):
     (one, first), (two, second) = (claims(storage, 1, worker) for worker in range(2))
-    trial, claimed = begin(one, first), []
-    waiting = threading.Thread(target=lambda: claimed.append(begin(two, second)), daemon=True)
+    first.begin({})
+    claimed = []
+    waiting = threading.Thread(target=lambda: claimed.append(second.begin({})), daemon=True)
     waiting.start()
-    waiting.join(1)
+    waiting.join(0.6)
     assert waiting.is_alive()  # no place is free, none is certain either
-    one.tell(trial, state=optuna.trial.TrialState.FAIL)
+    first.end()  # without an outcome
     waiting.join(20)
     assert [trial.number for trial in claimed] == [1]
     two.tell(claimed[0], 1.0)
-    assert begin(one, first) is None
+    assert first.begin({}) is None
+    assert [t.state.name for t in one.trials] == ["FAIL", "COMPLETE"]
 
 
 def test_nobody_begins_between_anothers_look_and_its_beginning(storage):
-    (one, first), (two, second) = (claims(storage, 1, worker) for worker in range(2))
-    assert first.take()
-    begun = []
-    waiting = threading.Thread(target=lambda: begun.append(begin(two, second)), daemon=True)
-    waiting.start()
-    waiting.join(1)
-    assert waiting.is_alive()
-    trial = one.ask()
-    first.sign(trial)
-    one.tell(trial, 1.0)
+    (one, first), (_, second) = (claims(storage, 1, worker) for worker in range(2))
+    begun, ask = [], one.ask
+    waiting = threading.Thread(target=lambda: begun.append(second.begin({})), daemon=True)
+
+    def asking(space):
+        waiting.start()
+        waiting.join(0.6)
+        assert waiting.is_alive()
+        return ask(space)
+
+    one.ask = asking
+    one.tell(first.begin({}), 1.0)
     waiting.join(20)
     assert begun == [None]
     assert len(one.trials) == 1
@@ -144,7 +137,7 @@ def test_nobody_begins_between_anothers_look_and_its_beginning(storage):
 
 def test_a_trial_that_ends_between_two_looks_is_not_missed(tmp_path, monkeypatch):
     (one, first), (two, second) = (claims(f"journal:{tmp_path}/j", 1, worker) for worker in range(2))
-    trial, reads, read = begin(one, first), [], two.get_trials
+    trial, reads, read = first.begin({}), [], two.get_trials
 
     def reading(*arguments, **options):
         found = read(*arguments, **options)
@@ -154,7 +147,7 @@ def test_a_trial_that_ends_between_two_looks_is_not_missed(tmp_path, monkeypatch
         return found
 
     monkeypatch.setattr(two, "get_trials", reading)
-    assert begin(two, second) is None
+    assert second.begin({}) is None
     assert len(one.trials) == 1
 
 
@@ -163,59 +156,39 @@ import os, signal, sys
 sys.path[:0] = {path!r}
 from test_workers import claims
 study, ours = claims({storage!r}, 9)
-assert ours.take()
-if {asks}:
-    study.ask().suggest_int("starts", 1, 4)
-os.kill(os.getpid(), signal.SIGKILL)
+space = {{"starts": __import__("optuna").distributions.IntDistribution(1, 4)}}
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+if {when!r} == "looked":
+    study.ask = die
+elif {when!r} == "asked":
+    ask = study.ask
+    study.ask = lambda space: die(ask(space))
+ours.begin(space)
+die()
 """
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_killed_while_it_claims_it_holds_nobody_up_and_leaves_no_trial_running(storage, asks):
+@pytest.mark.parametrize("when", ["looked", "asked", "begun"])
+def test_killed_while_it_claims_it_holds_nobody_up_and_leaves_no_trial_running(storage, when):
     path = [os.path.dirname(__file__), *[p for p in sys.path if p]]
     study, ours = claims(storage, 1)
-    code = CLAIM.format(path=path, storage=storage, asks=asks)
+    code = CLAIM.format(path=path, storage=storage, when=when)
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
-    trial = begin(study, ours)
-    assert trial.number == int(asks)
-    assert [t.state.name for t in study.trials[: trial.number]] == ["FAIL"] * asks
+    trial = ours.begin({})
+    assert trial.number == (when != "looked")
+    assert [t.state.name for t in study.trials[: trial.number]] == ["FAIL"] * trial.number
 
 
 def test_a_setting_that_always_kills_is_given_up(tmp_path):
     study, ours = claims(f"journal:{tmp_path}/j", 9)
     for _ in range(MAX_RETRIES + 1):
-        trial = begin(study, ours)
-        trial.set_user_attr("started", 1)  # a process of that number that is long gone
-    assert begin(study, ours).number == MAX_RETRIES + 1
+        ours.begin({})
+        ours.end()  # as if its process had been killed
+    assert ours.begin({}).number == MAX_RETRIES + 1
     states = [t.state.name for t in study.trials]
     assert states == [*["FAIL"] * (MAX_RETRIES + 1), "RUNNING"]
     assert [t.user_attrs.get("retries", 0) for t in study.trials] == [*range(MAX_RETRIES + 1), 0]
-
-
-def test_a_worker_of_another_machine_is_known_by_its_heartbeats(postgresql, monkeypatch):
-    monkeypatch.setattr("search.tuning.storage.HEARTBEAT_S", 1)
-    monkeypatch.setattr("search.tuning.storage.GRACE_S", 2)
-    study, ours = claims(postgresql, 9)
-    monkeypatch.setattr(search.tuning.claims, "machine", lambda: "another")
-    seen = []
-
-    def watched(trial):
-        ours.sign(trial)
-        monkeypatch.undo()
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            time.sleep(0.2)
-            fail_abandoned(study, claim_lock(postgresql, "s"), True)
-            seen[:] = [t.state.name for t in study.trials]
-            if "FAIL" in seen:
-                break
-        return 1.0
-
-    silent = begin(study, ours)
-    study._storage.record_heartbeat(silent._trial_id)  # the last one it sent
-    ours.take()
-    study.optimize(watched, n_trials=1)
-    assert seen[:2] == ["FAIL", "RUNNING"]
 
 
 def test_without_ray_the_way_out_is_said(tmp_path, monkeypatch):
