@@ -16,6 +16,7 @@ import io
 import json
 import zipfile
 import zlib
+from collections.abc import Container
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -158,6 +159,21 @@ class StepTables:
             raise RoutePackError(f"Frozen tables {path} are damaged: {error}. Run `routepack fit` again.") from None
 
 
+DAMAGED = (
+    ValueError,
+    EOFError,
+    OSError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    MemoryError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What damaged bytes make numpy raise."""
+
+
 def npz_bytes(arrays: dict[str, np.ndarray]) -> bytes:
     """Return an ``.npz`` archive, names in order: equal arrays give equal bytes (numpy states no time)."""
     buffer = io.BytesIO()
@@ -165,8 +181,8 @@ def npz_bytes(arrays: dict[str, np.ndarray]) -> bytes:
     return buffer.getvalue()
 
 
-def read_npz(path: Path | str, what: str) -> dict[str, np.ndarray]:
-    """Read every array of an ``.npz`` without pickle.
+def read_npz(path: Path | str, what: str, names: Container[str] | None = None) -> dict[str, np.ndarray]:
+    """Read the arrays of an ``.npz``, or those of them in ``names``, without pickle.
 
     Raises
     ------
@@ -175,10 +191,10 @@ def read_npz(path: Path | str, what: str) -> dict[str, np.ndarray]:
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+            return {name: archive[name] for name in archive.files if names is None or name in names}
     except FileNotFoundError:
         raise RoutePackError(f"{what} not found: {path}.") from None
-    except (ValueError, OSError, EOFError, KeyError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+    except DAMAGED as error:
         raise RoutePackError(
             f"{what} {path} cannot be read ({error}): truncated or not an .npz. Write it again."
         ) from None

@@ -25,12 +25,15 @@ from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
 
 if TYPE_CHECKING:
-    from profiler import DeviceFingerprint, ModelSpec, Topology
+    from profiler import DeviceFingerprint, Match, ModelSpec, Topology
+    from routepack_tune.config import Config
     from search import PlannerParams
 
 BUNDLE_SCHEMA_VERSION = 1
 PLANNER_FILE = "planner.yaml"
 TABLES_FILE = "tables.npz"
+COST_MODEL_FILE = "costmodel.json"
+"""As :data:`costmodels.COST_MODEL_FILE`; importing that takes longer than the command's help may."""
 _LOG = logging.getLogger("routepack_tune")
 
 
@@ -101,18 +104,9 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
 
     folder = bundle_folder(path)
     document = _read_document(folder)
-    tables_path = folder / TABLES_FILE
-    if not tables_path.is_file():
-        raise RoutePackError(f"Bundle {folder} has no {TABLES_FILE}. Run `routepack deploy` again.")
-    if file_hash(tables_path) != document["files"][TABLES_FILE]:
-        raise RoutePackError(
-            f"Bundle {folder}: {TABLES_FILE} does not match its hash in {PLANNER_FILE}: it was changed or truncated. "
-            "Run `routepack deploy` again."
-        )
-    tables = StepTables.load(tables_path)
-    spec, topology, params = typed_parts(
-        document["model"], document["topology"], document["params"], f"Bundle {folder}"
-    )
+    tables = StepTables.load(folder / TABLES_FILE)
+    parts = (document["model"], document["topology"], document["params"])
+    spec, topology, params = typed_parts(*parts, f"Bundle {folder}")
     cap = document["max_tokens_per_microbatch"]
     if not tables.key == document["tables_key"] == tables_key(spec, topology, cap):
         raise RoutePackError(
@@ -122,6 +116,34 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
     wanted = DeviceFingerprint.from_dict(document["fingerprint"])
     notes = _check_device(wanted, str(path), allow_mismatch)
     return Planner(spec, topology, cap, params, tables, wanted, document["provenance"], (*tables.notes, *notes))
+
+
+def untuned_planner(costmodel: Path | str, settings: Config) -> Planner:
+    """Return a planner with a cost model's times and the settings of ``routepack.yaml``.
+
+    Raises
+    ------
+    RoutePackError
+        If the cost model is missing, damaged, or for another model, topology or cap.
+    """
+    from costmodels import tables_for
+    from profiler import DeviceFingerprint
+
+    tables = tables_for(costmodel, *settings.job)
+    return Planner(
+        *settings.job,
+        settings.planner,
+        tables,
+        DeviceFingerprint.from_dict(cost_model_header(costmodel)["fingerprint"]),
+    )
+
+
+def cost_model_header(costmodel: Path | str) -> dict[str, Any]:
+    """Return what ``costmodel.json`` says of device, data and errors."""
+    header = read_json(Path(costmodel) / COST_MODEL_FILE, "Cost model")
+    if not isinstance(header, dict) or "fingerprint" not in header:
+        raise RoutePackError(f"Cost model {costmodel} names no device. Run `routepack fit` again.")
+    return header
 
 
 def bundle_folder(path: Path | str) -> Path:
@@ -136,22 +158,20 @@ def bundle_folder(path: Path | str) -> Path:
         from routepack_tune.tracking.registry import download_bundle
 
         return download_bundle(str(path))
-    folder = Path(path)
-    if not folder.is_dir():
-        raise RoutePackError(f"Bundle not found: {folder}. Give the folder that `routepack deploy --out` wrote.")
-    return folder
+    if not Path(path).is_dir():
+        raise RoutePackError(f"Bundle not found: {path}. Give the folder that `routepack deploy --out` wrote.")
+    return Path(path)
 
 
 def _read_document(folder: Path) -> dict[str, Any]:
-    """Read ``planner.yaml``, check its schema and its own hash."""
-    if not (folder / PLANNER_FILE).is_file():
+    """Read ``planner.yaml``; check its schema, its own hash and that of the one file it names."""
+    path, tables = folder / PLANNER_FILE, folder / TABLES_FILE
+    if not path.is_file():
         raise RoutePackError(
             f"{folder} is no bundle: it has no {PLANNER_FILE}. Give the folder that `routepack deploy` wrote."
         )
-    document = read_json(folder / PLANNER_FILE, "Bundle file")
-    if not isinstance(document, dict):
-        raise RoutePackError(f"Bundle file {folder / PLANNER_FILE} is not a mapping. Run `routepack deploy` again.")
-    version = document.get("schema_version")
+    document = read_json(path, "Bundle file")
+    version = document.get("schema_version") if isinstance(document, dict) else None
     if version != BUNDLE_SCHEMA_VERSION:
         raise RoutePackError(
             f"Bundle {folder} has schema_version {version!r}, this version reads {BUNDLE_SCHEMA_VERSION}. Update "
@@ -160,13 +180,18 @@ def _read_document(folder: Path) -> dict[str, Any]:
     stated = document.pop("content_hash", None)
     if content_hash(document) != stated:
         raise RoutePackError(
-            f"Bundle file {folder / PLANNER_FILE} does not match its content_hash: it was edited or damaged. Change "
-            "routepack.yaml and run `routepack deploy` again."
+            f"Bundle file {path} does not match its content_hash: it was edited or damaged. Change routepack.yaml and "
+            "run `routepack deploy` again."
         )
-    files = document.get("files")
-    if not isinstance(files, dict) or set(files) != {TABLES_FILE}:
+    hashes = document.get("files")
+    if not isinstance(hashes, dict) or set(hashes) != {TABLES_FILE}:
         raise RoutePackError(
-            f"Bundle {folder}: expected the one file {TABLES_FILE}, got {files!r}. No other name is ever read."
+            f"Bundle {folder}: expected the one file {TABLES_FILE}, got {hashes!r}. No other name is ever read."
+        )
+    if not tables.is_file() or file_hash(tables) != hashes[TABLES_FILE]:
+        raise RoutePackError(
+            f"Bundle {folder}: {TABLES_FILE} is missing or does not match its hash in {PLANNER_FILE}: it was changed "
+            "or truncated. Run `routepack deploy` again."
         )
     return document
 
@@ -191,27 +216,25 @@ def typed_parts(
         raise RoutePackError(f"{source} cannot be used by this version: {error}. Write it again.") from None
 
 
-def device_here(wanted: DeviceFingerprint) -> DeviceFingerprint | None:
-    """Return this host's device of the kind that is wanted; None where there is none, or torch cannot see it."""
-    from profiler import fingerprint_device
+def compare_with_this_host(wanted: DeviceFingerprint) -> Match | None:
+    """Compare a device with this host's of that kind; None where there is none, or torch cannot see it."""
+    from profiler import compare_fingerprints, fingerprint_device
 
     # Unlike asking for "cuda", asking for any device imports torch only where there is a driver.
     here = fingerprint_device(None if wanted.kind == "cuda" else wanted.kind)
-    return here if here.kind == wanted.kind else None
+    return compare_fingerprints(wanted, here) if here.kind == wanted.kind else None
 
 
 def _check_device(wanted: DeviceFingerprint, path: str, allow_mismatch: bool) -> tuple[str, ...]:
     """Compare the bundle's device with this one, once a host; return what a reader should know."""
-    from profiler import compare_fingerprints
-
     if os.environ.get("LOCAL_RANK", "0") != "0":  # local rank 0 compares for its host, and its error ends the job
         return ()
-    here = device_here(wanted)
-    if here is None:
+    match = compare_with_this_host(wanted)
+    if match is None:
         note = f"times were {wanted.origin} on {wanted.name} ({wanted.arch}); this host has no GPU to compare with"
-        _say(logging.INFO, f"Bundle {path}: {note}.")
+        if is_first_rank():
+            _LOG.info("Bundle %s: %s.", path, note)
         return (note,)
-    match = compare_fingerprints(wanted, here)
     reasons = "; ".join(match.reasons)
     if match.level == "different" and not allow_mismatch:
         raise RoutePackError(
@@ -220,14 +243,8 @@ def _check_device(wanted: DeviceFingerprint, path: str, allow_mismatch: bool) ->
         )
     level = "near" if wanted.origin == "published" and match.level == "exact" else match.level
     if level == "exact":
-        _say(logging.DEBUG, f"Bundle {path}: the device matches exactly.")
         return ()
     note = f"device is {level} from the profiled one: {reasons or 'published times'}"
     if is_first_rank():
         warnings.warn(f"Bundle {path}: {note}.", stacklevel=3)
     return (note,)
-
-
-def _say(level: int, message: str) -> None:
-    if is_first_rank():
-        _LOG.log(level, message)

@@ -12,15 +12,22 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option, Typer
 
 from profiler.errors import RoutePackError
 from routepack_tune import api, summaries
+from routepack_tune.bundle import load_planner, untuned_planner
+from routepack_tune.config import load_config
+from routepack_tune.environment import version as installed_version
+from routepack_tune.planner import Planner
 from routepack_tune.progress import ProgressBars, is_first_rank
 
-app = typer.Typer(
+if TYPE_CHECKING:
+    from search import StopCriterion
+
+app = Typer(
     name="routepack",
     help="Plan MoE reinforcement-learning steps: balance attention and experts together, from learned times.",
     no_args_is_help=True,
@@ -29,47 +36,45 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigOption = Annotated[Path, typer.Option("--config", help="routepack.yaml: model, topology, token cap, sections.")]
+Config = Annotated[Path, Option("--config", help="routepack.yaml: model, topology, token cap, sections.")]
+Folders = list[Path] | None
+Percent = Annotated[float | None, Option(metavar="PCT", help="Stop when held-out median errors are below.")]
+Minutes = Annotated[float | None, Option(metavar="MIN", help="Stop after so many minutes; 0: no limit.")]
+Sibling = Annotated[Folders, Option(metavar="DIR", help="Cost model of a sibling device: fewer cases do.")]
+Siblings = Annotated[Folders, Option(metavar="DIR", help="Cost model of a sibling GPU; may be given several times.")]
+WarmStart = Annotated[Folders, Option(metavar="DIR", help="Study or bundle whose best settings are tried first.")]
+Seen = Annotated[list[str] | None, Option(help="Your step batches (folder, file or glob): what is timed first.")]
+Storage = Annotated[
+    str | None, Option(help="Optuna URL of a server, for several machines; default: a file in the study.")
+]
 
 
 @app.command()
 def profile(
-    config: ConfigOption,
-    out: Annotated[Path, typer.Option(help="Folder of the measurements; an interrupted one is continued.")],
-    published: Annotated[Path | None, typer.Option(help="Import public timing tables from here instead.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
-    prior: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="Cost model of a sibling device: fewer cases do.")
-    ] = None,
-    steps: Annotated[
-        list[str] | None, typer.Option(help="Your step batches (folder, file or glob): what is timed first.")
-    ] = None,
-    target_error: Annotated[
-        float | None, typer.Option(metavar="PCT", help="Stop when held-out median errors are below.")
-    ] = None,
-    max_minutes: Annotated[
-        float | None, typer.Option(metavar="MIN", help="Stop after so many minutes; 0: no limit.")
-    ] = None,
-    report: Annotated[bool, typer.Option("--report", help="Draw the profile into the folder.")] = False,
+    config: Config,
+    out: Annotated[Path, Option(help="Folder of the measurements; an interrupted one is continued.")],
+    published: Annotated[Path | None, Option(help="Import public timing tables from here instead.")] = None,
+    device: Annotated[str | None, Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    prior: Sibling = None,
+    steps: Seen = None,
+    target_error: Percent = None,
+    max_minutes: Minutes = None,
+    report: Annotated[bool, Option("--report", help="Draw the profile into the folder.")] = False,
 ) -> None:
     """Time a training step's operations on this device, or import published times."""
+    limits: dict[str, Any] = {"target_error": target_error, "max_minutes": max_minutes}
     with ProgressBars() as bars:
-        found = api.profile(
-            config, out, published=published, device=device, observer=bars, prior=prior or (), steps=steps or (),
-            target_error=target_error, max_minutes=max_minutes, report=report,
-        )  # fmt: skip
+        found = api.profile(config, out, published, device, bars, prior or (), steps or (), report=report, **limits)
     if is_first_rank():
         print(summaries.measurements_summary(found, out))
 
 
 @app.command()
 def fit(
-    measurements: Annotated[list[Path], typer.Argument(help="Folder(s) that `routepack profile` wrote.")],
-    config: ConfigOption,
-    out: Annotated[Path, typer.Option(help="Folder of the cost model.")],
-    prior: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="Cost model of a sibling GPU; may be given several times.")
-    ] = None,
+    measurements: Annotated[list[Path], Argument(help="Folder(s) that `routepack profile` wrote.")],
+    config: Config,
+    out: Annotated[Path, Option(help="Folder of the cost model.")],
+    prior: Siblings = None,
 ) -> None:
     """Learn times of any size from measurements and freeze them into tables."""
     with ProgressBars() as bars:
@@ -79,35 +84,29 @@ def fit(
 
 @app.command()
 def tune(
-    steps: Annotated[list[str], typer.Argument(metavar="STEPS_DIR", help="Step batches: a folder, files or a glob.")],
-    costmodel: Annotated[Path, typer.Option(help="Folder that `routepack fit` wrote.")],
-    config: ConfigOption,
-    out: Annotated[Path, typer.Option(help="Folder of the study; an interrupted one is continued.")],
-    trials: Annotated[int, typer.Option(min=1, help="Total number of trials, finished ones included.")] = 20,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes of this machine.")] = 1,
-    storage: Annotated[
-        str | None, typer.Option(help="Optuna URL of a server, for several machines; default: a file in the study.")
-    ] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Run the workers as tasks of a Ray cluster.")] = False,
-    new_study: Annotated[bool, typer.Option("--new-study", help="Begin afresh; the earlier study is kept.")] = False,
-    warm_start: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="Study or bundle whose best settings are tried first.")
-    ] = None,
+    steps: Annotated[list[str], Argument(metavar="STEPS_DIR", help="Step batches: a folder, files or a glob.")],
+    costmodel: Annotated[Path, Option(help="Folder that `routepack fit` wrote.")],
+    config: Config,
+    out: Annotated[Path, Option(help="Folder of the study; an interrupted one is continued.")],
+    trials: Annotated[int, Option(min=1, help="Total number of trials, finished ones included.")] = 20,
+    workers: Annotated[int, Option(min=1, metavar="N", help="Processes of this machine.")] = 1,
+    storage: Storage = None,
+    ray: Annotated[bool, Option("--ray", help="Run the workers as tasks of a Ray cluster.")] = False,
+    new_study: Annotated[bool, Option("--new-study", help="Begin afresh; the earlier study is kept.")] = False,
+    warm_start: WarmStart = None,
 ) -> None:
     """Tune the planner's settings on step batches, part of them held out."""
+    how: dict[str, Any] = {"workers": workers, "ray": ray, "new_study": new_study, "warm_start": warm_start or ()}
     with ProgressBars() as bars:
-        done = api.tune(
-            steps, costmodel, config, out, trials=trials, storage=storage, observer=bars, workers=workers, ray=ray,
-            new_study=new_study, warm_start=warm_start or (),
-        )  # fmt: skip
+        done = api.tune(steps, costmodel, config, out, trials, storage, observer=bars, **how)
     print(summaries.study_summary(done, out))
 
 
 @app.command()
 def deploy(
-    study: Annotated[Path, typer.Argument(help="Folder that `routepack tune` wrote.")],
-    out: Annotated[Path, typer.Option(help="Folder of the bundle.")],
-    register: Annotated[str | None, typer.Option(metavar="NAME", help="Also register it in MLflow.")] = None,
+    study: Annotated[Path, Argument(help="Folder that `routepack tune` wrote.")],
+    out: Annotated[Path, Option(help="Folder of the bundle.")],
+    register: Annotated[str | None, Option(metavar="NAME", help="Also register it in MLflow.")] = None,
 ) -> None:
     """Turn a study's best trial into the bundle that training loads."""
     print(summaries.bundle_summary(api.deploy(study, out, register=register), register))
@@ -115,8 +114,8 @@ def deploy(
 
 @app.command()
 def rollback(
-    name: Annotated[str, typer.Argument(help="Registered planner.")],
-    tracking_uri: Annotated[str | None, typer.Option(help="MLflow store; default: MLFLOW_TRACKING_URI.")] = None,
+    name: Annotated[str, Argument(help="Registered planner.")],
+    tracking_uri: Annotated[str | None, Option(help="MLflow store; default: MLFLOW_TRACKING_URI.")] = None,
 ) -> None:
     """Make a registered planner's earlier version the champion again."""
     done = api.rollback(name, tracking_uri)
@@ -125,11 +124,11 @@ def rollback(
 
 @app.command()
 def check(
-    bundle: Annotated[str, typer.Argument(help="Folder that `routepack deploy` wrote, or models:/NAME@ALIAS.")],
-    steps: Annotated[list[str], typer.Argument(metavar="STEPS...", help="Recent step batches: folders, files, globs.")],
-    times: Annotated[Path | None, typer.Option(help="Measured step times, CSV or JSON.")] = None,
-    refit: Annotated[Path | None, typer.Option(help="New bundle with times corrected by --times.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The report as a JSON file.")] = None,
+    bundle: Annotated[str, Argument(help="Folder that `routepack deploy` wrote, or models:/NAME@ALIAS.")],
+    steps: Annotated[list[str], Argument(metavar="STEPS...", help="Recent step batches: folders, files, globs.")],
+    times: Annotated[Path | None, Option(help="Measured step times, CSV or JSON.")] = None,
+    refit: Annotated[Path | None, Option(help="New bundle with times corrected by --times.")] = None,
+    out: Annotated[Path | None, Option(help="The report as a JSON file.")] = None,
 ) -> None:
     """Tell whether a bundle still fits recent steps; exits with 3 where something is to be done."""
     with ProgressBars() as bars:
@@ -137,34 +136,54 @@ def check(
     print(summaries.drift_summary(report, refit))
     if report.refit_refused:
         raise RoutePackError(report.refit_refused)
-    raise typer.Exit(report.exit_code)
+    raise Exit(report.exit_code)
 
 
 @app.command()
 def plan(
-    step: Annotated[Path, typer.Argument(metavar="STEP.npz", help="The step batch.")],
-    out: Annotated[Path, typer.Option(help="The plan to write, JSON.")],
-    bundle: Annotated[Path | None, typer.Option(help="Folder that `routepack deploy` wrote.")] = None,
-    costmodel: Annotated[Path | None, typer.Option(help="Instead of a bundle, with --config.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Instead of a bundle, with --costmodel.")] = None,
-    previous: Annotated[Path | None, typer.Option(help="Last step's plan: experts move only where it pays.")] = None,
-    max_runtime: Annotated[float | None, typer.Option(metavar="S", help="Stop after so many seconds.")] = None,
-    max_iterations: Annotated[int | None, typer.Option(metavar="N", help="Stop after so many proposals.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Equal input, settings and seed give an equal plan.")] = 0,
-    allow_mismatch: Annotated[bool, typer.Option("--allow-mismatch", help="Use a bundle of another device.")] = False,
+    step: Annotated[Path, Argument(metavar="STEP.npz", help="The step batch.")],
+    out: Annotated[Path, Option(help="The plan to write, JSON.")],
+    bundle: Annotated[Path | None, Option(help="Folder that `routepack deploy` wrote.")] = None,
+    costmodel: Annotated[Path | None, Option(help="Instead of a bundle, with --config.")] = None,
+    config: Annotated[Path | None, Option(help="Instead of a bundle, with --costmodel.")] = None,
+    previous: Annotated[Path | None, Option(help="Last step's plan: experts move only where it pays.")] = None,
+    max_runtime: Annotated[float | None, Option(metavar="S", help="Stop after so many seconds.")] = None,
+    max_iterations: Annotated[int | None, Option(metavar="N", help="Stop after so many proposals.")] = None,
+    seed: Annotated[int, Option(min=0, help="Equal input, settings and seed give an equal plan.")] = 0,
+    allow_mismatch: Annotated[bool, Option("--allow-mismatch", help="Use a bundle of another device.")] = False,
 ) -> None:
     """Plan one step batch."""
+    stop = _budget(max_runtime, max_iterations)
+    planner = _planner(bundle, costmodel, config, allow_mismatch)
     with ProgressBars() as bars:
-        made = api.plan(
-            step, out, bundle=bundle, costmodel=costmodel, config=config, previous=previous, max_runtime=max_runtime,
-            max_iterations=max_iterations, seed=seed, allow_mismatch=allow_mismatch, observer=bars,
-        )  # fmt: skip
+        made = api.plan(step, out, planner, previous, seed=seed, stop=stop, observer=bars)
     print(summaries.plan_summary(made, out))
+
+
+def _budget(max_runtime: float | None, max_iterations: int | None) -> StopCriterion | None:
+    from search import MaxIterations, MaxRuntime
+
+    if max_runtime is not None and max_iterations is not None:
+        raise RoutePackError("Give --max-runtime or --max-iterations, not both.")
+    try:
+        if max_runtime is not None:
+            return MaxRuntime(max_runtime)
+        return None if max_iterations is None else MaxIterations(max_iterations)
+    except ValueError as error:
+        raise RoutePackError(str(error)) from None
+
+
+def _planner(bundle: Path | None, costmodel: Path | None, config: Path | None, allow_mismatch: bool) -> Planner:
+    if bundle is not None and costmodel is None and config is None:
+        return load_planner(bundle, allow_mismatch)
+    if bundle is None and costmodel is not None and config is not None:
+        return untuned_planner(costmodel, load_config(config))
+    raise RoutePackError("Give either --bundle, or --costmodel together with --config.")
 
 
 @app.command()
 def quickstart(
-    out: Annotated[Path, typer.Option(help="Folder of everything it makes.")] = Path("routepack-quickstart"),
+    out: Annotated[Path, Option(help="Folder of everything it makes.")] = Path("routepack-quickstart"),
 ) -> None:
     """Run the whole path on this machine with a bundled synthetic example."""
     from routepack_tune.quickstart import quickstart as run
@@ -176,29 +195,23 @@ def quickstart(
 
 @app.callback(invoke_without_command=True)
 def _version(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    version: Annotated[bool, Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
-        print(api.version())
-        raise typer.Exit
+        print(installed_version())
+        raise Exit
 
 
 class _Notes(logging.Handler):
-    """Print warnings and what the packages log as one line each on stderr, every text once."""
+    """Print what is logged as one line each on stderr, every text once."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._print("Note", record.getMessage())
-
-    def warn(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        """Stand in for ``warnings.showwarning``."""
-        self._print("Warning", str(message))
-
-    def _print(self, kind: str, text: str) -> None:
-        line = f"{kind}: {' '.join(text.split())}"
+        kind = "Warning" if record.levelno >= logging.WARNING else "Note"
+        line = f"{kind}: {' '.join(record.getMessage().split())}"
         if line not in self._shown:
             self._shown.add(line)
             print(line, file=sys.stderr)
@@ -212,7 +225,7 @@ def _plain_notes() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = notes.warn
+        warnings.showwarning = lambda message, *_, **__: logger.warning("%s", message)
         logger.addHandler(notes)
         logger.setLevel(logging.INFO)
         try:

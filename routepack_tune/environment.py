@@ -7,20 +7,20 @@ import os
 import platform
 from typing import Any
 
-PACKAGES = ("numpy", "numba", "optuna", "mlflow", "lightgbm")
+
+def version(package: str = "routepack-tune") -> str:
+    """Return the installed version of a package; ``0`` when it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
 
 
 def environment() -> dict[str, Any]:
     """Return ``versions`` and ``machine``, ready for JSON."""
     from profiler import fingerprint_device
-    from routepack_tune.version import version
 
-    versions = {"routepack-tune": version(), "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    packages = ("routepack-tune", "numpy", "numba", "optuna", "mlflow", "lightgbm")
     host = fingerprint_device("cpu")
     machine = {
         "processor": host.name,
@@ -29,4 +29,5 @@ def environment() -> dict[str, Any]:
         "memory_gib": host.memory_gib,
         "system": f"{platform.system()} {platform.release()}",
     }
+    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     return {"versions": versions, "machine": machine}

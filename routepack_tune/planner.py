@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from routepack_tune.steps.traces import batch_from_arrays, load_step_batch
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -31,6 +33,11 @@ class Planner:
     notes: tuple[str, ...] = ()
     """What loading had to say about this device."""
 
+    @property
+    def job(self) -> tuple[StepTables, ModelSpec, Topology, int, PlannerParams]:
+        """What ``search`` needs beside a batch, in the order of its functions' arguments."""
+        return self.tables, self.spec, self.topology, self.max_tokens, self.params
+
     def batch(self, **arrays: np.ndarray) -> StepBatch:
         """Check the arrays of one step (the names of a step batch file) and return the batch.
 
@@ -39,8 +46,6 @@ class Planner:
         RoutePackError
             Naming the sample, the layer and the value that cannot be right.
         """
-        from routepack_tune.steps.traces import batch_from_arrays
-
         return batch_from_arrays(arrays, self.spec)
 
     def plan(
@@ -69,15 +74,11 @@ class Planner:
         RoutePackError
             If the batch is wrong, holds a sample above the cap, or no plan keeps the settings' limits.
         """
-        from routepack_tune.steps.traces import check_cap, load_step_batch
         from search import plan_step
 
-        source = "step batch"
         if isinstance(batch, (str, Path)):
-            source, batch = str(batch), load_step_batch(batch, self.spec)
-        check_cap(batch, self.max_tokens, source)
-        job = (self.tables, self.spec, self.topology, self.max_tokens, self.params)
-        return plan_step(batch, *job, seed=seed, stop=stop, previous=previous, observer=observer)
+            batch = load_step_batch(batch, self.spec, self.max_tokens)
+        return plan_step(batch, *self.job, seed=seed, stop=stop, previous=previous, observer=observer)
 
     def stream(self, seed: int = 0, previous: Plan | None = None) -> StreamingPlanner:
         """Return a planner that takes samples one by one while rollouts finish (see ``search.StreamingPlanner``).
@@ -86,5 +87,4 @@ class Planner:
         """
         from search import StreamingPlanner
 
-        job = (self.tables, self.spec, self.topology, self.max_tokens, self.params)
-        return StreamingPlanner(*job, seed=seed, previous=previous)
+        return StreamingPlanner(*self.job, seed=seed, previous=previous)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from profiler.observer import Observer
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 
 def is_first_rank() -> bool:
@@ -22,40 +24,33 @@ class ProgressBars(Observer):
     """
 
     def __init__(self) -> None:
-        self._tasks: dict[str, Any] = {}
-        self._progress: Any = None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "{task.fields[note]}")
+        watched = sys.stderr.isatty() and is_first_rank()
+        self._bars = Progress(*columns, console=Console(stderr=True), disable=not watched)
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> ProgressBars:
-        if sys.stderr.isatty() and is_first_rank():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                       TextColumn("{task.fields[message]}"))  # fmt: skip
-            self._progress = Progress(*columns, console=Console(stderr=True))
-            self._progress.start()
+        self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
 
     def start(self, what: str, total: int) -> None:
         """Show a bar for ``what``."""
-        if self._progress is not None:
-            self._tasks[what] = self._progress.add_task(what, total=total, message="")
+        self._tasks[what] = self._bars.add_task(what, total=total, note="")
 
     def advance(self, what: str, message: str = "") -> None:
         """Move the bar of ``what`` by one step."""
-        if self._progress is not None and what in self._tasks:
-            self._progress.update(self._tasks[what], advance=1, message=message)
+        if what in self._tasks:
+            self._bars.update(self._tasks[what], advance=1, note=message)
 
     def finish(self, what: str) -> None:
         """Leave the bar of ``what`` as it stands."""
-        task = self._tasks.pop(what, None)
-        if self._progress is not None and task is not None:
-            self._progress.update(task, message="")
-            self._progress.stop_task(task)
+        if what in self._tasks:
+            task = self._tasks.pop(what)
+            self._bars.update(task, note="")
+            self._bars.stop_task(task)

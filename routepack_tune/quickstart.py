@@ -20,6 +20,7 @@ from profiler.files import write_bytes, write_json, write_text
 from routepack_tune import api
 from routepack_tune.bundle import load_planner
 from routepack_tune.config import load_config
+from routepack_tune.environment import version
 from routepack_tune.reports.comparison import Outcome, compare_planners, loads_before_and_after
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from routepack_tune.steps.traces import load_step_batch, save_step_batch
@@ -60,7 +61,8 @@ def quickstart(
     with clock.stage("deploy"):
         api.deploy(out / "study", out / "bundle")
     with clock.stage("plan"):
-        api.plan(out / "steps" / f"step{NUM_STEPS - 1:02d}.npz", out / "plan.json", out / "bundle", observer=observer)
+        planner = load_planner(out / "bundle")
+        api.plan(out / "steps" / f"step{NUM_STEPS - 1:02d}.npz", out / "plan.json", planner, observer=observer)
     with clock.stage("compare"):
         outcomes = _compare(out)
     with clock.stage("report"):
@@ -160,6 +162,6 @@ def _facts(document: dict[str, Any], config: Path) -> dict[str, str]:
         "held out (shown above)": ", ".join(names["holdout"]),
         "best trial": str(document["summary"]["best"]["number"]),
         "tables": document["tables_hash"][:16],
-        "version": f"routepack-tune {api.version()}",
+        "version": f"routepack-tune {version()}",
         "settings file": config.name,
     }

@@ -25,6 +25,9 @@ class StopCriterion:
         raise NotImplementedError
 
 
+LEAST_TIME_S = 1e-9
+
+
 @dataclass
 class _Limit(StopCriterion):
     limit: float
@@ -32,7 +35,8 @@ class _Limit(StopCriterion):
 
     def __post_init__(self) -> None:
         if not self.limit >= self.least:
-            raise ValueError(f"Expected {self.name} >= {self.least:g}, got {self.limit}.")
+            wanted = f">= {self.least:g}" if self.least != LEAST_TIME_S else "> 0"
+            raise ValueError(f"Expected {self.name.replace('_', ' ')} {wanted}, got {self.limit}.")
         self.reset()
 
 
@@ -50,7 +54,7 @@ class MaxRuntime(_Limit):
     """Stop after so many seconds of wall time since ``reset``."""
 
     name = "max_runtime"
-    least = 1e-9
+    least = LEAST_TIME_S
 
     def reset(self) -> None:
         """Start the clock."""

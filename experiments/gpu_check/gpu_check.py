@@ -27,6 +27,7 @@ from profiler.device.backend import TorchBackend
 from profiler.files import write_json
 from profiler.timer import time_case
 from routepack_tune import api
+from routepack_tune.bundle import untuned_planner
 from routepack_tune.config import load_config
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from routepack_tune.steps.traces import save_step_batch
@@ -135,7 +136,7 @@ def main() -> None:
     done("profile")
     api.fit(out / "measurements", config, out / "costmodel")
     done("fit")
-    made = api.plan(out / "step.npz", out / "plan.json", costmodel=out / "costmodel", config=config)
+    made = api.plan(out / "step.npz", out / "plan.json", untuned_planner(out / "costmodel", load_config(config)))
     done("plan")
     published = api.profile(
         write_job(out / "published", "cuda"), out / "published" / "measurements", published=PUBLISHED

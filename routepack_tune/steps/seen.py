@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from routepack_tune.config import Config
-from routepack_tune.steps.traces import check_cap, list_step_files, load_step_batch
+from routepack_tune.steps.traces import list_step_files, load_step_batch
 
 if TYPE_CHECKING:
     from profiler.cases.case import Seen
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST = 32
 """Cells, and loads of a rank, that are kept of all batches together."""
+Tuples = list[tuple[int, ...]]
 
 
 def seen_of_steps(steps: Sequence[Path | str], settings: Config) -> Seen | None:
@@ -34,20 +35,17 @@ def seen_of_steps(steps: Sequence[Path | str], settings: Config) -> Seen | None:
     if not steps:
         return None
     rng = np.random.default_rng(settings.profile.seed)
-    cells: list[tuple[int, ...]] = []
-    loads: list[tuple[int, ...]] = []
+    cells: Tuples = []
+    loads: Tuples = []
     for path in list_step_files(steps):
-        batch = load_step_batch(path, settings.model)
-        check_cap(batch, settings.max_tokens_per_microbatch, str(path))
+        batch = load_step_batch(path, settings.model, settings.max_tokens_per_microbatch)
         some_cells, some_loads = _cells_and_loads(batch, settings, rng)
         cells += some_cells
         loads += some_loads
     return Seen(_drawn(cells, rng), _drawn(loads, rng))
 
 
-def _cells_and_loads(
-    batch: StepBatch, settings: Config, rng: np.random.Generator
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _cells_and_loads(batch: StepBatch, settings: Config, rng: np.random.Generator) -> tuple[Tuples, Tuples]:
     """Return every cell's lengths, and rank loads of a few blocks: layers and ranks drawn, for there are thousands."""
     from search.packing.bins import fill_bins, first_fit_decreasing
     from search.problem import padded_lengths
@@ -56,20 +54,20 @@ def _cells_and_loads(
     lengths = padded_lengths(batch.lengths, settings.planner.sequence_alignment)
     bins = first_fit_decreasing(lengths, settings.max_tokens_per_microbatch)
     bins = fill_bins(bins, lengths, topology.data_parallel_size * topology.row_multiple)
-    cells = [tuple(sorted((int(lengths[i]) for i in members), reverse=True)) for members in bins]
+    cells = [tuple(sorted(lengths[members].tolist(), reverse=True)) for members in bins]
     # Bin k is on slot k % D of row k // D: slots of one block lie side by side.
     blocks = [bins[k : k + topology.slots_per_block] for k in range(0, len(bins), topology.slots_per_block)]
     loads = []
     for _ in range(MOST):
         members = [i for members in blocks[rng.integers(len(blocks))] for i in members]
-        layer = int(rng.integers(batch.expert_counts.shape[1]))
+        layer = rng.integers(batch.expert_counts.shape[1])
         counts = batch.expert_counts[members, layer].sum(axis=0, dtype=np.int64) // topology.blocks_per_slot
         ranks = counts.reshape(topology.expert_model_parallel_size, -1)
-        loads.append(tuple(int(rows) for rows in ranks[rng.integers(len(ranks))]))
+        loads.append(tuple(ranks[rng.integers(len(ranks))].tolist()))
     return cells, loads
 
 
-def _drawn(items: list[tuple[int, ...]], rng: np.random.Generator) -> tuple[tuple[int, ...], ...]:
+def _drawn(items: Tuples, rng: np.random.Generator) -> tuple[tuple[int, ...], ...]:
     distinct = sorted(set(items))
     chosen = np.sort(rng.choice(len(distinct), min(MOST, len(distinct)), replace=False))
     return tuple(distinct[i] for i in chosen)

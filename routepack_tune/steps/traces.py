@@ -1,8 +1,9 @@
 """Step batches on disk: the one door through which rollouts' lengths and routes enter.
 
 A step batch is an ``.npz`` with ``lengths [N]`` and either ``expert_counts [N, L, E]`` or token-level routes
-``expert_ids [T, L, K]`` with ``offsets [N + 1]`` (-1: unknown); optional ``sample_ids [N]``, ``prompt_ids [N]``,
-``known_tokens [N]``. Every check names the file, the sample, the layer and the value.
+``expert_ids [T, L, K]`` with ``offsets [N + 1]``; ``sample_ids``, ``prompt_ids`` and ``known_tokens`` are optional.
+A *route* is the K distinct logical expert ids of one token in one MoE layer; -1 is unknown: the token adds no expert
+load of its own and is costed as an average one. Every check names the file, the sample, the layer and the value.
 
 Shape suffixes: N samples, T tokens, L MoE layers (or all hidden layers), K top-k, E logical experts.
 """
@@ -10,9 +11,7 @@ Shape suffixes: N samples, T tokens, L MoE layers (or all hidden layers), K top-
 from __future__ import annotations
 
 import glob
-import io
-import zipfile
-import zlib
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,26 +19,38 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profiler.errors import RoutePackError
-from routepack_tune.steps.routes import count_routes
 
 if TYPE_CHECKING:
     from profiler import ModelSpec
     from search import StepBatch
 
-ARRAYS = ("lengths", "expert_counts", "expert_ids", "offsets", "sample_ids", "prompt_ids", "known_tokens")
-"""Names that are read; others are left alone."""
+LAYOUT = {"lengths": "N", "sample_ids": "N", "expert_counts": "NLE", "expert_ids": "TLK", "offsets": "O",
+          "prompt_ids": "N", "known_tokens": "N"}  # fmt: skip
+"""Names that are read, with their axes; others are left alone."""
+AXES = {"N": "samples", "T": "tokens", "L": "layers", "E": "experts", "K": "experts a token", "O": "offsets"}
+STALE_RUN_TOKENS = 16
+"""So many identical rows in a row, over all layers, look like a stale buffer rather than like text."""
 
 
-def load_step_batch(path: Path | str, spec: ModelSpec) -> StepBatch:
+def load_step_batch(path: Path | str, spec: ModelSpec, max_tokens: int | None = None) -> StepBatch:
     """Read and check one step batch.
 
     Raises
     ------
     RoutePackError
-        If the file is missing, truncated or pickled, an array is missing or of the wrong shape or type, or a value
-        cannot be right for ``spec``.
+        If the file is missing, truncated or pickled, an array is missing or of the wrong shape or type, a value cannot
+        be right for ``spec``, or a sample is longer than ``max_tokens``.
     """
-    return batch_from_arrays(_read_arrays(Path(path)), spec, str(path))
+    from costmodels.tables import read_npz
+    from search import check_lengths
+
+    batch = batch_from_arrays(read_npz(path, "Step batch", LAYOUT), spec, str(path))
+    if max_tokens is not None:
+        try:
+            check_lengths(batch, max_tokens)
+        except RoutePackError as error:
+            raise RoutePackError(f"{path}: {error}") from None
+    return batch
 
 
 def batch_from_arrays(arrays: Mapping[str, Any], spec: ModelSpec, source: str = "step batch") -> StepBatch:
@@ -47,55 +58,33 @@ def batch_from_arrays(arrays: Mapping[str, Any], spec: ModelSpec, source: str = 
     from search import StepBatch
     from search.problem import known_tokens
 
-    lengths = _integers(arrays, "lengths", 1, source)
-    if len(lengths) == 0:
+    if arrays.get("lengths") is None or (arrays.get("expert_counts") is None and arrays.get("expert_ids") is None):
+        raise RoutePackError(f"{source} is no step batch: it needs `lengths` [N] and `expert_counts` [N, L, E], or "
+                             "`expert_ids` [T, L, K] with `offsets` [N + 1].")  # fmt: skip
+    num_samples = np.shape(arrays["lengths"])[0] if np.ndim(arrays["lengths"]) else 0
+    given = {
+        name: _array(name, arrays[name], spec, num_samples, source) for name in LAYOUT if arrays.get(name) is not None
+    }
+    lengths = given["lengths"].astype(np.int64)
+    if num_samples == 0:
         raise RoutePackError(f"{source}: the step is empty (lengths has no sample). Skip planning for such a step.")
-    names = _sample_ids(arrays, len(lengths), source)
-    if (lengths < 1).any():
-        i = int(np.argmin(lengths >= 1))
-        raise RoutePackError(
-            f"{source}: sample {names[i]!r} has length {int(lengths[i])}; lengths are at least 1. Drop the sample."
-        )
-    if arrays.get("expert_counts") is not None:
-        counts = _moe_layers(_integers(arrays, "expert_counts", 3, source, widen=False), spec, "expert_counts", source)
-        _check_experts(counts, len(lengths), spec, source)
-        given = arrays.get("known_tokens")
-        given = None if given is None else _integers(arrays, "known_tokens", 1, source, len(lengths))
-        known = known_tokens(counts, lengths, names, spec.top_k, given, f"{source}: sample")
-        counts = counts.astype(np.int32)
-    elif arrays.get("expert_ids") is not None:
-        ids = _moe_layers(_integers(arrays, "expert_ids", 3, source, widen=False), spec, "expert_ids", source)
-        if ids.shape[2] != spec.top_k:
-            raise RoutePackError(
-                f"{source}: expert_ids holds {ids.shape[2]} experts a token, {spec.name} routes to {spec.top_k}."
-            )
-        counts, known = count_routes(
-            ids, _integers(arrays, "offsets", 1, source), lengths, names, spec.num_experts, source
-        )
+    names = given.get("sample_ids", np.arange(num_samples)).astype(np.str_)
+    values, seen = np.unique(names, return_counts=True)
+    if (seen > 1).any():
+        raise RoutePackError(f"{source}: sample id {str(values[seen > 1][0])!r} occurs twice; ids must be distinct.")
+    where = [f"{source}: sample {name!r}" for name in names.tolist()]
+    for (i,) in _found(lengths < 1):
+        raise RoutePackError(f"{where[i]} has length {lengths[i]}; lengths are at least 1. Drop the sample.")
+    if "expert_counts" in given:
+        counts = given["expert_counts"]
+        stated = given["known_tokens"].astype(np.int64) if "known_tokens" in given else None
+        known = known_tokens(counts, lengths, names, spec.top_k, stated, f"{source}: sample")
+    elif "offsets" in given:
+        counts, known = _count_routes(given["expert_ids"], given["offsets"], lengths, spec.num_experts, where, source)
     else:
-        raise RoutePackError(
-            f"{source} has neither `expert_counts` [N, L, E] nor `expert_ids` [T, L, K]: it is no step batch."
-        )
-    prompts = None if arrays.get("prompt_ids") is None else _integers(arrays, "prompt_ids", 1, source, len(lengths))
-    return StepBatch(
-        lengths=lengths, expert_counts=counts, sample_ids=names, prompt_ids=prompts, known_tokens=known
-    )  # fmt: skip
-
-
-def check_cap(batch: StepBatch, max_tokens: int, source: str) -> None:
-    """Refuse samples longer than the cap of a microbatch, naming the file: no packing can hold them.
-
-    Raises
-    ------
-    RoutePackError
-        Naming the longest sample, its length, the cap and the least cap that fits.
-    """
-    from search import check_lengths
-
-    try:
-        check_lengths(batch, max_tokens)
-    except RoutePackError as error:
-        raise RoutePackError(f"{source}: {error}") from None
+        raise RoutePackError(f"{source}: expert_ids [T, L, K] need `offsets` [N + 1], where each sample's rows begin.")
+    prompts = given["prompt_ids"].astype(np.int64) if "prompt_ids" in given else None
+    return StepBatch(lengths, counts.astype(np.int32), names, known, prompts)
 
 
 def list_step_files(steps: Path | str | Sequence[Path | str]) -> list[Path]:
@@ -108,15 +97,14 @@ def list_step_files(steps: Path | str | Sequence[Path | str]) -> list[Path]:
     """
     if not isinstance(steps, (str, Path)):
         return [path for one in steps for path in list_step_files(one)]
-    path = Path(steps)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        files = sorted(path.glob("*.npz"))
+    if Path(steps).is_dir():
+        files = sorted(Path(steps).glob("*.npz"))
         if not files:
-            raise RoutePackError(f"{path} holds no step batch (*.npz). Write one per optimizer step there.")
+            raise RoutePackError(f"{steps} holds no step batch (*.npz). Write one per optimizer step there.")
         return files
-    files = sorted(Path(match) for match in glob.glob(str(steps)) if Path(match).is_file())
+    files = (
+        [Path(steps)] if Path(steps).is_file() else sorted(p for p in map(Path, glob.glob(str(steps))) if p.is_file())
+    )
     if not files:
         raise RoutePackError(f"Step batches not found: {steps}. Give a folder of .npz files, a file or a quoted glob.")
     return files
@@ -139,83 +127,112 @@ def save_step_batch(path: Path | str, batch: StepBatch) -> None:
     write_bytes(path, npz_bytes(arrays))
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise RoutePackError(f"Step batch not found: {path}.") from None
-    except OSError as error:
-        raise RoutePackError(f"Step batch {path} cannot be read: {error.strerror or error}.") from None
-    try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files if name in ARRAYS}
-    except (ValueError, EOFError, OSError, KeyError, TypeError, AttributeError, MemoryError, zipfile.BadZipFile,
-            zlib.error, NotImplementedError) as error:  # fmt: skip
-        if data[:2] == b"PK" and "allow_pickle" in str(error):
-            raise RoutePackError(
-                f"Step batch {path} holds Python objects (pickle), which are never loaded. Write plain integer arrays."
-            ) from None
-        raise RoutePackError(f"Step batch {path} is truncated or not an .npz. Write it again.") from None
+def _found(wrong: np.ndarray) -> list[list[int]]:
+    """Return the indices of the first true value: no entry, or one."""
+    return np.argwhere(wrong)[:1].tolist()
 
 
-def _integers(
-    arrays: Mapping[str, Any], name: str, ndim: int, source: str, size: int | None = None, *, widen: bool = True
-) -> np.ndarray:
-    """Return an integer array with ``ndim`` axes, as int64 unless it is large and stays narrow until used."""
-    if arrays.get(name) is None:
-        raise RoutePackError(f"{source} has no array `{name}`: it is no step batch. It needs lengths [N] and "
-                             "expert_counts [N, L, E], or expert_ids [T, L, K] and offsets [N + 1].")  # fmt: skip
-    array = np.asarray(arrays[name])
-    if array.dtype.kind not in "iu":
+def _array(name: str, value: Any, spec: ModelSpec, num_samples: int, source: str) -> np.ndarray:
+    """Return an array whose type and axes are as its name asks; large ones stay as narrow as they are stored."""
+    array, axes = np.asarray(value), LAYOUT[name]
+    if array.dtype.kind not in ("iuU" if name == "sample_ids" else "iu"):
         raise RoutePackError(f"{source}: expected {name} to hold integers, got {array.dtype}. Convert it when writing.")
-    if array.ndim != ndim or (size is not None and len(array) != size):
-        wanted = f"[{size}]" if size is not None else f"{ndim} axes"
-        raise RoutePackError(f"{source}: expected {name} with {wanted}, got the shape {list(array.shape)}.")
-    if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
-        raise RoutePackError(f"{source}: {name} holds {int(array.max())}, beyond any count of tokens.")
-    return array.astype(np.int64) if widen else array
+    if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
+        raise RoutePackError(f"{source}: {name} holds {array.max()}, beyond any count of tokens.")
+    if array.ndim != len(axes):
+        wanted = " x ".join(AXES[axis] for axis in axes)
+        raise RoutePackError(f"{source}: expected {name} as {wanted}, got the shape {list(array.shape)}.")
+    if axes[1:2] == "L" and array.shape[1] == spec.num_layers:  # engines record all hidden layers
+        array = array[:, np.asarray(spec.moe_layers)]
+    sizes = {"N": num_samples, "O": num_samples + 1, "L": spec.num_moe_layers, "E": spec.num_experts, "K": spec.top_k}
+    for axis, size in zip(axes, array.shape, strict=True):
+        if size == sizes.get(axis, size):
+            continue
+        hidden = f" (or all {spec.num_layers} hidden ones)" if axis == "L" and spec.num_layers != sizes["L"] else ""
+        owned = f"{sizes[axis]} {'MoE layers' if axis == 'L' else AXES[axis]}"
+        hint = f"{spec.name} has {owned}{hidden}. Is it a batch of another model?"
+        if axis == "E" and size > sizes[axis]:
+            hint = (f"{spec.name} has {sizes[axis]}. More are usually physical slots of a rebalanced engine (redundant "
+                    "experts): record logical experts.")  # fmt: skip
+        elif axis in "NO":
+            hint = f"lengths has {num_samples} samples."
+        raise RoutePackError(f"{source}: {name} has {size} {AXES[axis]}, {hint}")
+    return array
 
 
-def _sample_ids(arrays: Mapping[str, Any], num_samples: int, source: str) -> np.ndarray:
-    """Return one distinct name per sample, [N] of str; the index where the file has none."""
-    if arrays.get("sample_ids") is None:
-        return np.array([str(i) for i in range(num_samples)])
-    ids = np.asarray(arrays["sample_ids"])
-    if ids.dtype.kind not in "iuU" or ids.shape != (num_samples,):
+def _count_routes(
+    ids: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, num_experts: int, where: Sequence[str], source: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return counts [N, L, E] int32 and known tokens [N] int64 of routes ``ids`` [T, L, K].
+
+    Sample i owns the rows ``offsets[i]:offsets[i + 1]``: as many as its length, or one fewer (engines do not route the
+    last sampled token).
+    """
+    offsets = offsets.astype(np.int64)
+    rows = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != len(ids) or (rows < 0).any():
         raise RoutePackError(
-            f"{source}: expected sample_ids [{num_samples}] of integers or text, got {ids.dtype} {list(ids.shape)}."
+            f"{source}: offsets must rise from 0 to the {len(ids)} rows of expert_ids; they run from "
+            f"{offsets[0]} to {offsets[-1]}. Write the array again."
         )
-    names = ids.astype(np.str_)
-    values, seen = np.unique(names, return_counts=True)
-    if (seen > 1).any():
-        raise RoutePackError(f"{source}: sample id {str(values[seen > 1][0])!r} occurs twice; ids must be distinct.")
-    return names
+    for (i,) in _found((rows != lengths) & (rows != lengths - 1)):
+        raise RoutePackError(
+            f"{where[i]} has {rows[i]} rows of routes for a length of {lengths[i]}: expected {lengths[i]}, or "
+            f"{lengths[i] - 1} when the last token was not routed. Write one row a token, -1 where unknown."
+        )
+    counts = np.zeros((len(lengths), ids.shape[1], num_experts), dtype=np.int32)
+    known = np.zeros(len(lengths), dtype=np.int64)
+    stale: list[str] = []
+    for i, begin in enumerate(offsets[:-1]):
+        own = ids[begin : offsets[i + 1]].astype(np.int64)  # widened here: engines store 8 and 16 bits
+        counts[i], known[i] = _count_sample(own, num_experts, where[i])
+        first, last = _longest_run(own)
+        if last - first + 1 >= STALE_RUN_TOKENS:
+            stale.append(f"{where[i]} rows {first}-{last}")
+    if stale:
+        warnings.warn(
+            f"{len(stale)} sample(s) hold long runs of identical routes in all layers (first: {stale[0]}): possibly a "
+            "stale buffer. Mark such rows -1 (unknown).",
+            stacklevel=3,
+        )
+    return counts, known
 
 
-def _moe_layers(array: np.ndarray, spec: ModelSpec, name: str, source: str) -> np.ndarray:
-    """Return the MoE layers of an array over them, or over all hidden layers (as engines record)."""
-    layers = array.shape[1]
-    if layers == spec.num_moe_layers:
-        return array
-    if layers == spec.num_layers:
-        return array[:, np.asarray(spec.moe_layers)]
-    all_layers = f" (or all {spec.num_layers} hidden layers)" if spec.num_layers != spec.num_moe_layers else ""
-    raise RoutePackError(
-        f"{source}: {name} has {layers} layers, {spec.name} has {spec.num_moe_layers} MoE layers{all_layers}. "
-        "Is it a batch of another model?"
-    )
-
-
-def _check_experts(counts: np.ndarray, num_samples: int, spec: ModelSpec, source: str) -> None:
-    if len(counts) != num_samples:
-        raise RoutePackError(f"{source}: expert_counts has {len(counts)} samples, lengths has {num_samples}.")
-    if counts.shape[2] != spec.num_experts:
+def _count_sample(ids: np.ndarray, num_experts: int, where: str) -> tuple[np.ndarray, int]:
+    """Return one sample's counts [L, E] and its number of known tokens."""
+    for token, layer, k in _found((ids < -1) | (ids >= num_experts)):
+        value = int(ids[token, layer, k])
         hint = (
-            "More than the model's are usually physical slots of a rebalanced engine (redundant experts): record "
-            "logical experts."
-            if counts.shape[2] > spec.num_experts
-            else "Is it a batch of another model?"
+            "Ids at or above the number of experts are usually physical slots of a rebalanced engine (redundant "
+            "experts): record logical ids."
+            if value >= num_experts
+            else "Negative ids other than -1 (unknown) are usually a wrapped 8-bit store: record wider integers."
         )
         raise RoutePackError(
-            f"{source}: expert_counts has {counts.shape[2]} experts, {spec.name} has {spec.num_experts}. {hint}"
+            f"{where} layer {layer}: token {token} has expert id {value}, outside 0..{num_experts - 1}. {hint}"
         )
+    unknown = ids < 0
+    known_rows = np.logical_not(unknown.all(axis=(1, 2)))
+    for token, layer, _ in _found(unknown & known_rows[:, None, None]):
+        raise RoutePackError(
+            f"{where} layer {layer}: token {token} mixes ids and -1. A token's routes are known in all layers or in "
+            "none: mark the whole row -1."
+        )
+    ordered = np.sort(ids, axis=2)
+    for token, layer, k in _found((ordered[:, :, 1:] == ordered[:, :, :-1]) & known_rows[:, None, None]):
+        raise RoutePackError(
+            f"{where} layer {layer}: token {token} names expert {ordered[token, layer, k]} twice; the {ids.shape[2]} "
+            "ids of a token are distinct. Check the layout of the array: [tokens, layers, top_k]."
+        )
+    layers = ids.shape[1]
+    keys = ids[known_rows] + (np.arange(layers) * num_experts)[:, None]
+    counts = np.bincount(keys.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
+    return counts, int(known_rows.sum())
+
+
+def _longest_run(ids: np.ndarray) -> tuple[int, int]:
+    """Return the first and last row of the longest run of identical known rows."""
+    same = ((ids[1:] == ids[:-1]) & (ids[1:] >= 0)).all(axis=(1, 2))
+    breaks = np.flatnonzero(np.concatenate(([True], ~same, [True])))
+    longest = int(np.diff(breaks).argmax())
+    return int(breaks[longest]), int(breaks[longest + 1] - 1)

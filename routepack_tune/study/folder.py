@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, read_json, write_bytes, write_json
-from routepack_tune.costmodel_files import COST_MODEL_FILE
+from routepack_tune.bundle import COST_MODEL_FILE
 
 if TYPE_CHECKING:
     from costmodels import StepTables

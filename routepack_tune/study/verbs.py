@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, read_json, write_text
-from routepack_tune.bundle import PLANNER_FILE, check_replaceable, typed_parts, write_bundle
+from routepack_tune.bundle import (
+    COST_MODEL_FILE,
+    PLANNER_FILE,
+    check_replaceable,
+    cost_model_header,
+    typed_parts,
+    write_bundle,
+)
 from routepack_tune.config import Config, check_tracking_uri, load_config, without_password
-from routepack_tune.costmodel_files import COST_MODEL_FILE, cost_model_header, fingerprint_of, tables_of
-from routepack_tune.environment import environment
+from routepack_tune.environment import environment, version
 from routepack_tune.planner import Planner
-from routepack_tune.steps.traces import check_cap, list_step_files, load_step_batch
+from routepack_tune.steps.traces import list_step_files, load_step_batch
 from routepack_tune.study.folder import (
     RECHECK_FILE,
     TUNING_REPORT_FILE,
@@ -31,7 +37,6 @@ from routepack_tune.study.folder import (
     study_name,
     tables_file,
 )
-from routepack_tune.version import version
 
 if TYPE_CHECKING:
     from profiler import Observer
@@ -216,19 +221,17 @@ def best_setting(path: Path | str, task: TuneTask) -> dict[str, Any]:
 
 def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tuple[TuneTask, list[dict[str, str]]]:
     """Read every step batch and build the study's task; batches of another model are an error naming the file."""
-    from costmodels import CostModel, freeze_tables
+    from costmodels import CostModel, freeze_tables, tables_for
     from search import TuneTask
 
     files = list_step_files(steps)
     batches: list[StepBatch] = []
     for path in files:
         try:
-            batch = load_step_batch(path, settings.model)
+            batches.append(load_step_batch(path, settings.model, settings.max_tokens_per_microbatch))
         except RoutePackError as error:
             hint = f" To tune on part of a folder, give a quoted glob or files instead of {path.parent}."
             raise RoutePackError(f"{error}{hint if len(files) > 1 else ''}") from None
-        check_cap(batch, settings.max_tokens_per_microbatch, str(path))
-        batches.append(batch)
     spec, topology = settings.model, settings.topology
     further = [cap for cap in settings.tune.caps if cap != settings.max_tokens_per_microbatch]
     model = CostModel.load(costmodel) if further else None
@@ -239,7 +242,7 @@ def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tu
     task = TuneTask(
         names=tuple(names),
         batches=tuple(batches),
-        tables=tables_of(costmodel, settings),
+        tables=tables_for(costmodel, *settings.job),
         spec=spec,
         topology=topology,
         max_tokens=settings.max_tokens_per_microbatch,
@@ -303,11 +306,12 @@ def _registry_uri(study: Path, document: dict[str, Any]) -> str:
 
 def _planner_of_study(study: Path, document: dict[str, Any], exported: dict[str, Any]) -> Planner:
     from costmodels import StepTables
+    from profiler import DeviceFingerprint
 
     settings, cap = document["config"], exported["max_tokens"]
     spec, topology, params = typed_parts(settings["model"], settings["topology"], exported["params"], f"Study {study}")
     tables = StepTables.load(study / tables_file(cap, settings["max_tokens_per_microbatch"]))
-    return Planner(spec, topology, cap, params, tables, fingerprint_of(document["fingerprint"]))
+    return Planner(spec, topology, cap, params, tables, DeviceFingerprint.from_dict(document["fingerprint"]))
 
 
 def _recheck(planner: Planner, study: Path) -> Plan:

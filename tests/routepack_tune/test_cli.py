@@ -15,6 +15,7 @@ from typer.main import get_command
 from costmodels.tables import npz_bytes
 from profiler.files import write_bytes
 from routepack_tune import plan
+from routepack_tune.bundle import untuned_planner
 from routepack_tune.cli import app, main
 
 SURFACE = {
@@ -183,7 +184,7 @@ def test_contradicting_flags(capsys, job):
 
 
 def test_version(capsys):
-    from routepack_tune.api import version
+    from routepack_tune.environment import version
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == version()
@@ -314,5 +315,5 @@ def test_a_step_is_read_once(job, monkeypatch):
         return found
 
     monkeypatch.setattr(np, "load", counted)
-    plan(job.step, job.folder / "plan.json", costmodel=job.costmodel, config=job.config)
+    plan(job.step, job.folder / "plan.json", untuned_planner(job.costmodel, job.settings()))
     assert reads == ["lengths"]

@@ -11,8 +11,7 @@ import pytest
 
 from profiler import RoutePackError
 from routepack_tune import deploy, load_planner, load_step_batch
-from routepack_tune.api import untuned_planner
-from routepack_tune.bundle import write_bundle
+from routepack_tune.bundle import untuned_planner, write_bundle
 from routepack_tune.cli import main
 from routepack_tune.drift import _block_seconds, check, stated_half_log
 from routepack_tune.planner import Planner
@@ -279,3 +278,21 @@ def test_a_search_too_short_for_a_receive_cap_does_not_end_the_check(job, planne
 
     monkeypatch.setattr(Planner, "plan", strict)
     assert check(bundle, steps, times).prediction is not None
+
+
+def test_untuned_settings_that_break_a_limit_leave_their_batches_without_a_comparison(job, planner, monkeypatch):
+    # The check once ended with the error of the untuned settings, though the bundle's own keep the receive cap.
+    steps = write_steps(job.folder / "recent", planner, count=4)
+    tuned = replace(planner, params=replace(planner.params, max_iterations=3000))
+    bundle = write_bundle(job.folder / "tuned", tuned, {"default_params": asdict(planner.params)})
+    plan, kept = Planner.plan, load_step_batch(steps / "recent10.npz", planner.spec).data_hash
+
+    def strict(self, batch, *arguments, **options):
+        if self.params == planner.params and batch.data_hash != kept:
+            raise RoutePackError("EP rank 0 receives more rows than max_received_rows.")
+        return plan(self, batch, *arguments, **options)
+
+    monkeypatch.setattr(Planner, "plan", strict)
+    report = check(bundle, steps)
+    assert report.comparison.batches == 1
+    assert any("3 batches have no comparison" in note and "max_received_rows" in note for note in report.notes)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routepack_tune.api import untuned_planner
+from routepack_tune.bundle import untuned_planner
 from routepack_tune.config import load_config
 from routepack_tune.reports.comparison import (
     TUNED,
