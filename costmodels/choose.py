@@ -25,9 +25,8 @@ from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
 from costmodels.params import FitParams
 from profiler import DeviceFingerprint, ProfileParams
 from profiler.cases.case import Case
-from profiler.cases.design import SEEN
+from profiler.cases.design import SEEN, Round, by_class, even_choice, points_by_class
 from profiler.cases.doubt import doubtful_cases
-from profiler.cases.rounds import Round, by_class, even_choice, points_by_class
 from profiler.files import arrays_hash
 
 FIRST_POINTS = 20

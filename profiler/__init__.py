@@ -40,6 +40,13 @@ if not TYPE_CHECKING:
         """Import what times only when it is asked for: torch takes seconds."""
         if name != "profile_device":
             raise AttributeError(f"module 'profiler' has no attribute {name!r}")
-        from profiler.sweep import profile_device
-
+        try:
+            from profiler.sweep import profile_device
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise RoutePackError(
+                "Profiling needs torch, which is not installed here. Install it (pip install torch), or import "
+                "published timings with --published."
+            ) from None
         return profile_device

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from profiler.cases.case import Case
-from profiler.cases.design import Design
+from profiler.cases.design import Chooser, Design, Round
 from profiler.cases.doubt import doubtful_cases
 from profiler.cases.operations import DIRECTIONS
-from profiler.cases.rounds import Chooser, Round
 from profiler.device.backend import TorchBackend
 from profiler.errors import RoutePackError
 from profiler.journal import Journal

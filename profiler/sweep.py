@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from profiler.cases.case import Rates, Seen
-from profiler.cases.design import Design, design_cases
+from profiler.cases.design import RUNS_OUTSIDE_REPEATS, Chooser, Design, design_cases, even_round
 from profiler.cases.doubt import DOUBT, doubtful_cases
-from profiler.cases.rounds import Chooser, even_round
 from profiler.compute_sweep import ComputeSweep
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, fingerprint_device
@@ -37,9 +36,6 @@ from profiler.ranks.slow_ranks import (
 from profiler.steadiness import steadiness, warn_of_problems, watched
 from profiler.timer import measure_rates
 from profiler.topology import Topology
-
-RUNS_OF_A_CASE = 2
-"""Warm-up runs that an exchange must afford besides its least repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +161,7 @@ def _exchange(journal: Journal, stage: Stage, question: _Question, observer: Obs
     ranks, params = stage.ranks, question.params
     sharing = 1 if stage.backend.kind == "cuda" else ranks.per_node
     memory = _rates(journal, params).memory_bytes // (2 * sharing)
-    seconds = params.max_case_seconds / (params.min_repeats + RUNS_OF_A_CASE)
+    seconds = params.max_case_seconds / (params.min_repeats + RUNS_OUTSIDE_REPEATS)
     most_bytes = {name: min(memory, int(rate * seconds)) for name, rate in journal.header["links"].items()}
     sizes = group_sizes(question.topology, ranks.size, ranks.per_node)
     cases, limits = design_exchanges(

@@ -13,7 +13,7 @@ from costmodels.choose import KMeansChooser
 from costmodels.fit import fit_operation
 from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
 from profiler import Measurements, ModelSpec, ProfileParams, Topology, profile_device
-from profiler.cases.rounds import even_round
+from profiler.cases.design import even_round
 
 NAMES = ("op", "direction", "points", "held_out_cases", "median_pct", "p90_pct", "spread_pct")
 SPEC = ModelSpec.from_config({

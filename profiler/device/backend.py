@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.device.facts import read_text, usable_cores
+from profiler.device.fingerprint import read_text, usable_cores
 from profiler.device.readings import read_cpu, read_gpu
 from profiler.params import FLOAT8, ProfileParams
 

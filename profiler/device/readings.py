@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from profiler.device.facts import own_cores, read_text
+from profiler.device.fingerprint import own_cores, read_text
 
 FAULTS = {
     0x008: "a hardware slowdown",

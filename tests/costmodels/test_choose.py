@@ -12,8 +12,7 @@ from costmodels.choose import FIRST_POINTS, MORE_POINTS, KMeansChooser, batches,
 from costmodels.operations.catalog import OPERATIONS
 from profiler import ProfileParams, Topology, load_model
 from profiler.cases.case import Rates, Seen
-from profiler.cases.design import design_cases
-from profiler.cases.rounds import by_class, points_by_class
+from profiler.cases.design import by_class, design_cases, points_by_class
 
 FAST = Rates(1e15, 1e15, 1e13, 1e-6, 1 << 40)
 SEEN = Seen(

@@ -5,8 +5,16 @@ from hypothesis import strategies as st
 
 from profiler import ModelSpec, ProfileParams, RoutePackError, Topology, load_model
 from profiler.cases.case import Rates, Seen, case_bytes, case_seconds
-from profiler.cases.design import class_of, design_cases, log_sizes, mixed_lengths, split_exactly
-from profiler.cases.rounds import by_class, even_choice, even_round
+from profiler.cases.design import (
+    by_class,
+    class_of,
+    design_cases,
+    even_choice,
+    even_round,
+    log_sizes,
+    mixed_lengths,
+    split_exactly,
+)
 
 FAST = Rates(1e15, 1e15, 1e13, 1e-6, 1 << 40)
 SLOW = Rates(2e11, 6e10, 1e10, 5e-6, 12 << 30)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from profiler import Measurements, ModelSpec, Observer, ProfileParams, Topology, profile_device
-from profiler.cases.rounds import Round
+from profiler.cases.design import Round
 from profiler.compute_sweep import progress_message
 from profiler.journal import JOURNAL_NAME
 

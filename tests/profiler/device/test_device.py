@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from profiler import DeviceFingerprint, RoutePackError, compare_fingerprints, fingerprint_device
-from profiler.device.facts import cpu_limit, driver_facts, network_cards, nvlink_total, usable_cores
+from profiler.device.fingerprint import cpu_limit, driver_facts, network_cards, nvlink_total, usable_cores
 
 ROOT = Path(__file__).parents[3]
 
@@ -145,8 +145,8 @@ def test_the_drivers_facts_are_read_from_its_command(tmp_path, monkeypatch):
 
 def test_a_containers_quota_limits_the_cores(monkeypatch):
     cores = usable_cores()
-    monkeypatch.setattr("profiler.device.facts.cpu_limit", lambda: 1.5)
+    monkeypatch.setattr("profiler.device.fingerprint.cpu_limit", lambda: 1.5)
     assert usable_cores() == 1
-    monkeypatch.setattr("profiler.device.facts.cpu_limit", lambda: 1e6)
+    monkeypatch.setattr("profiler.device.fingerprint.cpu_limit", lambda: 1e6)
     assert usable_cores() >= cores
     assert cpu_limit() >= 0
