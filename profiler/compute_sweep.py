@@ -70,7 +70,7 @@ class ComputeSweep:
             if count or not self.journal.rounds:
                 gained = {"cases": count, "minutes": (time.monotonic() - begun) / 60.0, "stopped_by": stopped_by}
                 errors_pct = {op: round(error, 3) for op, error in asked.errors_pct.items()}
-                self.journal.add_round(gained | {"errors_pct": errors_pct})
+                self.journal.add(round=gained | {"errors_pct": errors_pct})
 
     def _minutes_left(self) -> float:
         return (self._end - time.monotonic()) / 60.0
@@ -90,7 +90,7 @@ class ComputeSweep:
                 if count % ANCHOR_EVERY == 0:
                     self._time_anchor()
                 rows = time_case(case, self.backend, self.params)
-                self.journal.add_case(rows)
+                self.journal.add(rows=rows)
                 self.timed.append(case)
                 _stop_if_broken(case, rows)
                 count += 1
@@ -118,7 +118,7 @@ class ComputeSweep:
             for case in again:
                 rows = time_case(case, self.backend, self.params)
                 both = [both_looks(known[row["case_id"]], row, self.backend.kind) for row in rows]
-                self.journal.add_case([row | {"looks": look} for row in both])
+                self.journal.add(rows=[row | {"looks": look} for row in both])
                 self.observer.advance(WHAT_AGAIN, _message(case, rows))
             self.observer.finish(WHAT_AGAIN)
 

@@ -49,7 +49,7 @@ def time_anchor(anchor: Case, backend: TorchBackend, params: ProfileParams, jour
     forward = time_case(anchor, backend, params, directions=("forward",))[0]
     if forward["status"] == "ok":
         looked = {"case_id": forward["case_id"], "time_us": forward["time_us"]}
-        journal.add_anchor(looked | {"readings": backend.readings()})
+        journal.add(anchor=looked | {"readings": backend.readings()})
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def watched(backend: TorchBackend, journal: Journal) -> Iterator[None]:
             wall_s, after = time.perf_counter() - began, cpu_use()
             session = {"kind": backend.kind, "wall_s": wall_s, "busy_s": backend.busy_s - busy_s}
             session |= {"foreign_cpu_share": foreign_share(before, after, wall_s)}
-            journal.add_session(session | {"throttled": after.throttled - before.throttled})
+            journal.add(session=session | {"throttled": after.throttled - before.throttled})
 
 
 def steadiness(journal: Journal, params: ProfileParams) -> dict[str, Any]:

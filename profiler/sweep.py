@@ -6,19 +6,19 @@ Under torchrun rank 0 times what one rank computes while the others wait; then a
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from profiler.cases.case import Rates, Seen
-from profiler.cases.design import RUNS_OUTSIDE_REPEATS, Chooser, Design, design_cases, even_round
+from profiler.cases.design import RUNS_OUTSIDE_REPEATS, Chooser, design_cases, even_round
 from profiler.cases.doubt import DOUBT, doubtful_cases
 from profiler.compute_sweep import ComputeSweep
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, fingerprint_device
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash
-from profiler.journal import FORMAT, JOURNAL_NAME, Journal
+from profiler.journal import JOURNAL_NAME, Journal
 from profiler.measurements import SCHEMA_VERSION, Measurements
 from profiler.model_spec import ModelSpec
 from profiler.observer import Observer
@@ -26,27 +26,10 @@ from profiler.params import FLOAT8, ProfileParams
 from profiler.ranks.collectives import Stage, measure_links, run_exchanges
 from profiler.ranks.exchange_cases import design_exchanges, group_sizes
 from profiler.ranks.ranks import Ranks
-from profiler.ranks.slow_ranks import (
-    check_alike,
-    relative_times,
-    speed_cases,
-    time_speeds,
-    warn_of_slow_ranks,
-)
+from profiler.ranks.slow_ranks import check_alike, relative_times, speed_cases, time_speeds, warn_of_slow_ranks
 from profiler.steadiness import steadiness, warn_of_problems, watched
 from profiler.timer import measure_rates
 from profiler.topology import Topology
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """What is asked of the device, the same on every rank."""
-
-    spec: ModelSpec
-    topology: Topology
-    max_tokens: int
-    params: ProfileParams
-    seen: Seen | None
 
 
 def profile_device(
@@ -73,102 +56,85 @@ def profile_device(
     """
     if not max_tokens >= 1:
         raise RoutePackError(f"Expected a token cap of at least 1, got {max_tokens}.")
-    question = _Question(spec, topology, max_tokens, params, seen)
     with Ranks(device) as ranks, ExitStack() as stack:
-        observer = observer if observer and ranks.rank == 0 else Observer()
+        first = ranks.rank == 0
+        observer = observer if observer and first else Observer()
         with ranks.together():
-            journal = stack.enter_context(Journal(Path(out), ranks.rank))
-            fingerprint = _fingerprint(device, ranks)
+            journal = stack.enter_context(Journal(Path(out) if first else None))
+            fingerprint = fingerprint_device(device)
+            if ranks.size > 1:
+                fingerprint = replace(fingerprint, ranks_per_node=ranks.per_node)
             backend = TorchBackend(fingerprint.kind, params)
             stack.enter_context(backend.pinned())
-        described = check_alike(ranks, fingerprint, content_hash(asdict(question)))
-        stage = Stage(ranks, backend, params, fingerprint)
-        _begin(journal, stage, question)
+        described = check_alike(ranks, fingerprint, content_hash([spec, topology, max_tokens, params, seen]))
+        fingerprints = [one.pop("fingerprint") for one in described]
+        stage = Stage(ranks, backend, params, DeviceFingerprint.from_dict(fingerprints[0]))
+        sizes = group_sizes(topology, ranks.size, ranks.per_node)
+        _begin(journal, stage, spec, sizes, fingerprints)
+        rates = _rates(journal, params)
         limits: list[dict[str, Any]] = []
         with watched(backend, journal):
             with ranks.together():
-                design = _design(journal, backend, question)
-                if ranks.rank == 0:
+                design = design_cases(spec, topology, max_tokens, params, rates, backend.dtype.itemsize, seen)
+                if first:
                     ComputeSweep(design, backend, params, journal, observer).run(chooser)
             if ranks.size > 1:
-                times = time_speeds(speed_cases(design.cases), ranks, backend, params, journal)
-                described = [one | {"speed": time} for one, time in zip(described, relative_times(times), strict=True)]
-                limits = _exchange(journal, stage, question, observer)
-        files = dict(ranks.gather([journal.path.name, file_hash(journal.path)]))
+                times = relative_times(time_speeds(stage, speed_cases(design.cases), journal))
+                described = [one | {"speed": time} for one, time in zip(described, times, strict=True)]
+                most_bytes = _most_bytes(journal, stage, rates)
+                cases, limits = design_exchanges(spec, topology, max_tokens, params, sizes, ranks.per_node, most_bytes)
+                run_exchanges(stage, cases, journal, observer)
         merged: list[Any] = []
         with ranks.together():
-            if ranks.rank == 0:
-                about = _meta(journal, question) | {"limits": [*design.limits, *limits], "ranks": described}
-                merged = [_by_id(journal), about | {"provenance": {"journal": JOURNAL_NAME, "files": files}}]
-        rows, meta = ranks.agree(merged)
-        measurements = Measurements.from_rows(rows, meta)
+            if first:
+                meta: dict[str, Any] = _meta(journal, params) | {"model": asdict(spec), "topology": asdict(topology)}
+                meta |= {"max_tokens": max_tokens, "limits": [*design.limits, *limits], "ranks": described}
+                files = {JOURNAL_NAME: file_hash(Path(out) / JOURNAL_NAME)}
+                merged = [_by_id(journal), meta | {"provenance": {"journal": JOURNAL_NAME, "files": files}}]
+        measurements = Measurements.from_rows(*ranks.agree(merged))
         with ranks.together():
-            if ranks.rank == 0:
+            if first:
                 measurements.save(out)
-    if ranks.rank == 0:
+    if first:
         warn_of_problems(measurements.meta["steadiness"])
         warn_of_slow_ranks(described)
     return measurements
 
 
-def _fingerprint(device: str | None, ranks: Ranks) -> DeviceFingerprint:
-    found = fingerprint_device(device)
-    return replace(found, ranks_per_node=ranks.per_node) if ranks.size > 1 else found
-
-
-def _begin(journal: Journal, stage: Stage, question: _Question) -> None:
-    """Look at the device, unless an earlier run did, and let every rank's file say what it belongs to."""
-    ranks, backend = stage.ranks, stage.backend
+def _begin(
+    journal: Journal, stage: Stage, spec: ModelSpec, sizes: list[int], fingerprints: list[dict[str, Any]]
+) -> None:
+    """Look at the device, unless an earlier run did, and let the journal say what it belongs to."""
+    ranks, backend, params = stage.ranks, stage.backend, stage.params
+    known = ranks.agree(journal.header)
     rates: dict[str, Any] = {}
     with ranks.together():
         if ranks.rank == 0:
-            rates = journal.header.get("rates") or asdict(measure_rates(backend, question.params))
-    known = ranks.agree(journal.header.get("links", {}))
-    sizes = group_sizes(question.topology, ranks.size, ranks.per_node)
-    links = known if set(map(str, sizes)) <= known.keys() else known | measure_links(stage, sizes)
-    dtype = FLOAT8 if question.params.dtype == FLOAT8 else backend.dtype_name
-    header = {
-        "format": FORMAT, "fingerprint": stage.fingerprint.to_dict(), "model": question.spec.name,
-        "spec_hash": question.spec.spec_hash, "dtype": dtype, "threads": backend.threads,
-        "rates": ranks.agree(rates), "links": links, "params": asdict(question.params),
-        "topology": asdict(question.topology), "max_tokens": question.max_tokens,
-    }  # fmt: skip
+            # A first look stays, so that every run designs the same cases.
+            rates = known.get("rates") or asdict(measure_rates(backend, params))
+    links = known.get("links", {})
+    if not set(map(str, sizes)) <= links.keys():
+        links |= measure_links(stage, sizes)
+    dtype = FLOAT8 if params.dtype == FLOAT8 else backend.dtype_name
+    header: dict[str, Any] = {"model": spec.name, "spec_hash": spec.spec_hash, "dtype": dtype}
+    header |= {"threads": backend.threads, "fingerprints": fingerprints}
+    header |= {"rates": ranks.agree(rates), "links": ranks.agree(links)}
     with ranks.together():
         journal.begin(header)
 
 
 def _rates(journal: Journal, params: ProfileParams) -> Rates:
-    """Return what the first run saw of the device, so that every run designs the same cases; a stated limit wins."""
+    """Return what the first run saw of the device; a stated limit wins."""
     stated = {"memory_bytes": int(params.max_memory_gib * 2**30)} if params.max_memory_gib else {}
     return Rates(**(journal.header["rates"] | stated))
 
 
-def _design(journal: Journal, backend: TorchBackend, question: _Question) -> Design:
-    rates = _rates(journal, question.params)
-    return design_cases(
-        question.spec,
-        question.topology,
-        question.max_tokens,
-        question.params,
-        rates,
-        backend.dtype.itemsize,
-        question.seen,
-    )
-
-
-def _exchange(journal: Journal, stage: Stage, question: _Question, observer: Observer) -> list[dict[str, Any]]:
-    """Time the exchanges between ranks and return which sizes were left out."""
-    ranks, params = stage.ranks, question.params
-    sharing = 1 if stage.backend.kind == "cuda" else ranks.per_node
-    memory = _rates(journal, params).memory_bytes // (2 * sharing)
-    seconds = params.max_case_seconds / (params.min_repeats + RUNS_OUTSIDE_REPEATS)
-    most_bytes = {name: min(memory, int(rate * seconds)) for name, rate in journal.header["links"].items()}
-    sizes = group_sizes(question.topology, ranks.size, ranks.per_node)
-    cases, limits = design_exchanges(
-        question.spec, question.topology, question.max_tokens, params, sizes, ranks.per_node, ranks.agree(most_bytes)
-    )
-    run_exchanges(stage, cases, journal, observer)
-    return limits
+def _most_bytes(journal: Journal, stage: Stage, rates: Rates) -> dict[str, int]:
+    """Return what memory and time of one case allow an exchange, by group size in digits and by kind of pair."""
+    sharing = 1 if stage.backend.kind == "cuda" else stage.ranks.per_node
+    memory = rates.memory_bytes // (2 * sharing)
+    seconds = stage.params.max_case_seconds / (stage.params.min_repeats + RUNS_OUTSIDE_REPEATS)
+    return {name: min(memory, int(rate * seconds)) for name, rate in journal.header["links"].items()}
 
 
 def _by_id(journal: Journal) -> list[dict[str, Any]]:
@@ -177,20 +143,14 @@ def _by_id(journal: Journal) -> list[dict[str, Any]]:
     return [({"flag": DOUBT} if i in doubts else {}) | journal.rows[i] for i in sorted(journal.rows)]
 
 
-def _meta(journal: Journal, question: _Question) -> dict[str, Any]:
-    header, params = journal.header, question.params
+def _meta(journal: Journal, params: ProfileParams) -> dict[str, Any]:
+    header = journal.header
     return {
         "schema_version": SCHEMA_VERSION,
-        "fingerprint": header["fingerprint"],
-        "model": asdict(question.spec),
-        "topology": asdict(question.topology),
-        "max_tokens": header["max_tokens"],
+        "fingerprint": header["fingerprints"][0],
         "params": asdict(params),
+        **{name: header[name] for name in ("dtype", "threads", "rates", "links")},
         "backward": "measured",
-        "dtype": header["dtype"],
-        "threads": header["threads"],
-        "rates": header["rates"],
-        "links": header["links"],
         "anchor": {"readings": journal.anchors},
         "rounds": journal.rounds,
         "steadiness": steadiness(journal, params),

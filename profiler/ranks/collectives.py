@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from profiler.cases.case import Case
-from profiler.cases.doubt import doubtful_cases, faster
+from profiler.cases.doubt import doubtful_cases
 from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint
@@ -30,6 +30,7 @@ from profiler.observer import Observer
 from profiler.params import ProfileParams
 from profiler.ranks.exchange_cases import alltoall_case, pair_kinds, split_bytes, transfer_case
 from profiler.ranks.ranks import Ranks, first_line
+from profiler.timer import both_looks, times_of
 
 WHAT = "profile exchanges"
 """Name under which progress is reported."""
@@ -57,11 +58,7 @@ class Stage:
     backend: TorchBackend
     params: ProfileParams
     fingerprint: DeviceFingerprint
-
-    @property
-    def library(self) -> str:
-        """Name of torch's transport."""
-        return "nccl" if self.backend.kind == "cuda" else "gloo"
+    """Rank 0's, on every rank."""
 
 
 @dataclass(frozen=True)
@@ -117,108 +114,122 @@ def measure_links(stage: Stage, sizes: list[int]) -> dict[str, float]:
 
 
 def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: Observer) -> None:
-    """Time every case that some rank's journal lacks, then look again at those that contradict larger ones."""
-    done = [_is_done(case, stage.params, journal) for case in cases]
-    everywhere = [all(marks) for marks in zip(*stage.ranks.gather(done), strict=True)]
+    """Time every case that the journal lacks, then look again at those that contradict larger ones."""
+    journal.rows = stage.ranks.agree(journal.rows)
     observer.start(WHAT, len(cases))
     try:
-        for case, known in zip(cases, everywhere, strict=True):
+        for case in cases:
+            rows = _known(case, journal)
+            known = all(row and (row["status"] == "ok" or not stage.params.retry_failed) for row in rows)
             if not known:
-                _keep(journal, stage.ranks, [time_exchange(stage, case, way) for way in _ways(case)])
-            observer.advance(WHAT, "done before" if known else _message(case, journal))
+                rows = [time_exchange(stage, case, way) for way in _ways(case)]
+                with stage.ranks.together():
+                    journal.add(rows=rows)
+            observer.advance(WHAT, "done before" if known else _message(rows[0]))
     finally:
         observer.finish(WHAT)
     for look in range(2, MAX_LOOKS + 1):
-        for case in _doubtful(stage.ranks, cases, journal, look):
-            rows = [time_exchange(stage, case, way) for way in _ways(case)]
-            best = [faster(journal.rows[row["case_id"]], row) | {"looks": look} for row in rows]
-            _keep(journal, stage.ranks, best)
+        doubts = doubtful_cases(journal.rows.values())
+        for case in cases:
+            first = _known(case, journal)
+            if any(row["case_id"] in doubts and row.get("looks", 1) < look for row in first):
+                rows = [time_exchange(stage, case, way) for way in _ways(case)]
+                both = [both_looks(*looks, stage.backend.kind) for looks in zip(first, rows, strict=True)]
+                with stage.ranks.together():
+                    journal.add(rows=[row | {"looks": look} for row in both])
+
+
+def _ways(case: Case) -> tuple[str, ...]:
+    # An expert moves once; an exchange has its reverse in the backward pass.
+    return DIRECTIONS[:1] if case.op == "transfer" else DIRECTIONS
+
+
+def _known(case: Case, journal: Journal) -> list[dict[str, Any]]:
+    """Return the rows of a case, empty ones where it was not timed yet."""
+    return [journal.rows.get(case.case_id(way, DTYPE), {}) for way in _ways(case)]
+
+
+def _message(row: dict[str, Any]) -> str:
+    told = f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"]
+    return f"{row['op']} {row['bytes']} bytes: {told}"
 
 
 def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
-    """Return one row, the same on every rank but for the samples of its own under ``own_us``."""
+    """Return one row, the same on every rank."""
     row: dict[str, Any] = {"case_id": case.case_id(direction, DTYPE), "op": case.op, "direction": direction}
     row |= {"source": "measured", "dtype": DTYPE, "pattern": case.pattern, **case.features}
     move, failure = _agreed_move(stage, case, direction)
     if move is None:
         return row | failure
-    row["kernel"] = move.kernel
     rounds = _rounds(stage, move)
     right = False
     with stage.ranks.together():
         right = move.is_right()
-    if not all(stage.ranks.gather(right)):
-        return row | {"status": "failed", "message": "The bytes that came are not those that were sent."}
+    found = {"status": "failed", "message": "The bytes that came are not those that were sent."}
+    if all(stage.ranks.gather(right)):
+        found = summary(stage, case, rounds, move)
     stage.backend.release()
-    return row | summary(stage, case, rounds, move)
+    return row | {"kernel": move.kernel} | found
 
 
 def _agreed_move(stage: Stage, case: Case, direction: str) -> tuple[Move | None, dict[str, str]]:
     """Return what this rank does, or None on all ranks and why, where one cannot make its buffers."""
-    move, status, message = None, "", ""
+    move, own = None, {}
     group = stage.ranks.group(case.features.get("ranks", stage.ranks.size))
     try:
-        move = _transfer(stage, case, group) if case.op == "transfer" else _alltoall(stage, case, direction, group)
+        move = _move(stage, case, direction, group)
     except Exception as error:
         status = "oom" if isinstance(error, MemoryError) or "memory" in str(error) else "unsupported"
-        message = f"rank {stage.ranks.rank}: {first_line(error)}"[:MESSAGE_LENGTH]
-    failed = [found for found in stage.ranks.gather([status, message]) if found[0]]
-    if not failed:
+        own = {"status": status, "message": f"rank {stage.ranks.rank}: {first_line(error)}"[:MESSAGE_LENGTH]}
+    failure = next(filter(None, stage.ranks.gather(own)), None)
+    if failure is None:
         return move, {}
     del move
     stage.backend.release()
-    return None, {"status": failed[0][0], "message": failed[0][1]}
+    return None, failure
 
 
-def _alltoall(stage: Stage, case: Case, direction: str, group: Any) -> Move:
+def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
     import torch
     import torch.distributed as dist
 
-    size = case.features["ranks"]
-    bytes_GG = np.array(case.parts, dtype=np.int64).reshape(size, size)
-    bytes_GG = bytes_GG.T if direction == "backward" else bytes_GG
-    own = stage.ranks.rank % size
+    size = case.features.get("ranks", stage.ranks.size)
+    own, device = stage.ranks.rank % size, stage.backend.device
+    active, kernel = tuple(range(stage.ranks.size)), "all_to_all_single"
+    if case.op == "transfer":
+        active, kernel = (0, stage.ranks.per_node if case.features["inter_bytes"] else 1), "send + recv"
+        bytes_GG = np.zeros((size, size), dtype=np.int64)
+        bytes_GG[active] = case.features["bytes"]
+    else:
+        bytes_GG = np.array(case.parts, dtype=np.int64).reshape(size, size)
+        bytes_GG = bytes_GG.T if direction == "backward" else bytes_GG
     to_each, from_each = bytes_GG[own].tolist(), bytes_GG[:, own].tolist()
-    sent = torch.full((sum(to_each),), own, dtype=torch.uint8, device=stage.backend.device)
-    received = torch.full((sum(from_each),), 255, dtype=torch.uint8, device=stage.backend.device)
-    ends = np.cumsum(from_each).tolist()
+    sent = torch.full((sum(to_each),), own % 256, dtype=torch.uint8, device=device)
+    received = torch.full((sum(from_each),), 255, dtype=torch.uint8, device=device)
 
     def run() -> None:
-        dist.all_to_all_single(received, sent, from_each, to_each, group=group)
+        if case.op == "alltoall":
+            dist.all_to_all_single(received, sent, from_each, to_each, group=group)
+        elif own == active[0]:
+            dist.send(sent, dst=active[1], group=group)
+        else:
+            dist.recv(received, src=active[0], group=group)
 
     def is_right() -> bool:
-        edges = [(sender, end) for sender, end in enumerate(ends) if from_each[sender]]
+        """Look at the first and the last byte from every sender."""
+        ends = np.cumsum(from_each)
+        edges = [(sender, end) for sender, end in enumerate(ends.tolist()) if from_each[sender]]
         picked = [position for sender, end in edges for position in (end - from_each[sender], end - 1)]
         return bool(received[picked].tolist() == [sender % 256 for sender, _ in edges for _ in range(2)])
 
-    return Move(run, is_right, tuple(range(stage.ranks.size)), f"{stage.library} all_to_all_single")
-
-
-def _transfer(stage: Stage, case: Case, group: Any) -> Move:
-    import torch
-    import torch.distributed as dist
-
-    sender, receiver = 0, (stage.ranks.per_node if case.features["inter_bytes"] else 1)
-    own = stage.ranks.rank
-    size = case.features["bytes"] if own in (sender, receiver) else 0
-    buffer = torch.full((size,), 1 if own == sender else 0, dtype=torch.uint8, device=stage.backend.device)
-
-    def run() -> None:
-        if own == sender:
-            dist.send(buffer, dst=receiver, group=group)
-        else:
-            dist.recv(buffer, src=sender, group=group)
-
-    def is_right() -> bool:
-        return own != receiver or bool((buffer == 1).all())
-
-    return Move(run, is_right, (sender, receiver), f"{stage.library} send + recv")
+    transport = "nccl" if stage.backend.kind == "cuda" else "gloo"
+    return Move(run, is_right, active, f"{transport} {kernel}")
 
 
 def _rounds(stage: Stage, move: Move) -> list[Round]:
     """Return the timed rounds, dropped ones included, after warming up until two agree."""
     offsets, began = stage.ranks.clock_offsets(), time.perf_counter()
-    budget_s = stage.params.max_case_seconds / len(DIRECTIONS)
+    params, budget_s = stage.params, stage.params.max_case_seconds / len(DIRECTIONS)
     previous = float("inf")
     for _ in range(MAX_WARM_UP):
         warm = time_round(stage, move, offsets, began)
@@ -227,8 +238,8 @@ def _rounds(stage: Stage, move: Move) -> list[Round]:
         previous = warm.time_us
     rounds: list[Round] = []
     fair = 0
-    while len(rounds) < MAX_ROUNDS * stage.params.repeats and fair < stage.params.repeats:
-        if fair >= stage.params.min_repeats and rounds[-1].spent_s > budget_s:
+    while len(rounds) < MAX_ROUNDS * params.repeats and fair < params.repeats:
+        if fair >= params.min_repeats and rounds[-1].spent_s > budget_s:
             break
         rounds.append(time_round(stage, move, offsets, began))
         fair += rounds[-1].is_fair(stage.backend.kind)
@@ -282,18 +293,14 @@ def summary(stage: Stage, case: Case, rounds: list[Round], move: Move) -> dict[s
     if len(kept) < stage.params.min_repeats:
         skew = statistics.median(one.skew_us for one in rounds)
         return {"status": "failed", "message": late, "skew_us": skew, "rank": worst.latest}
-    samples = [one.time_us for one in kept]
-    low, middle, high = np.percentile(samples, (25, 50, 75))
+    times = times_of([one.time_us for one in kept])
     slowest = statistics.mode(move.active[int(np.argmax(one.times_us))] for one in kept)
     skew = statistics.median(one.skew_us for one in kept)
-    impossible = above_link(stage, case, float(middle))
+    found: dict[str, Any] = {"skew_us": skew, "rank": slowest}
+    impossible = above_link(stage, case, times["time_us"])
     if impossible:
-        return {"status": "failed", "message": impossible, "skew_us": skew, "rank": slowest}
-    own = move.active.index(stage.ranks.rank) if stage.ranks.rank in move.active else None
-    times = {"time_us": float(middle), "spread_us": float(high - low), "skew_us": skew, "repeats_us": samples}
-    own_us = [] if own is None else [one.times_us[own] for one in kept]
-    message = late if len(kept) < len(rounds) else ""
-    return {"status": "ok", "message": message, **times, "rank": slowest, "own_us": own_us}
+        return found | {"status": "failed", "message": impossible}
+    return found | {"status": "ok", "message": late if len(kept) < len(rounds) else "", **times}
 
 
 def above_link(stage: Stage, case: Case, time_us: float) -> str:
@@ -315,39 +322,3 @@ def link_rates(fingerprint: DeviceFingerprint) -> tuple[float, float]:
     inside = re.search(r"([\d.]+) GB/s", fingerprint.interconnect)
     cards = re.findall(r"(\d+) x ([\d.]+) Gb/s", fingerprint.network)
     return (float(inside[1]) * 1e9 if inside else 0.0, sum(int(count) * float(rate) for count, rate in cards) * 1e9 / 8)
-
-
-def _ways(case: Case) -> tuple[str, ...]:
-    # An expert moves once; an exchange has its reverse in the backward pass.
-    return DIRECTIONS[:1] if case.op == "transfer" else DIRECTIONS
-
-
-def _is_done(case: Case, params: ProfileParams, journal: Journal) -> bool:
-    known = [journal.rows.get(case.case_id(way, DTYPE)) for way in _ways(case)]
-    return all(row is not None and (row["status"] == "ok" or not params.retry_failed) for row in known)
-
-
-def _keep(journal: Journal, ranks: Ranks, rows: list[dict[str, Any]]) -> None:
-    """Write the rows: rank 0 what counts, the slowest rank's times; every other rank its own."""
-    kept = []
-    for row in rows:
-        own = row.get("own_us", [])
-        whole = {name: value for name, value in row.items() if name != "own_us"}
-        kept.append(whole if ranks.rank == 0 else whole | {"rank": ranks.rank, "repeats_us": own})
-    with ranks.together():
-        journal.add_case(kept)
-
-
-def _doubtful(ranks: Ranks, cases: list[Case], journal: Journal, look: int) -> list[Case]:
-    """Return the cases to time again, by rank 0's journal."""
-    listed = {case.case_id(way, DTYPE): case for case in cases for way in _ways(case)}
-    rows = [journal.rows[row_id] for row_id in listed if row_id in journal.rows]
-    found = [row["case_id"] for row in rows if row.get("looks", 1) < look]
-    chosen = ranks.agree(sorted(doubtful_cases(rows) & set(found)))
-    return list({id(listed[row_id]): listed[row_id] for row_id in chosen}.values())
-
-
-def _message(case: Case, journal: Journal) -> str:
-    row = journal.rows[case.case_id("forward", DTYPE)]
-    told = f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"]
-    return f"{case.op} {case.features['bytes']} bytes: {told}"

@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from profiler.errors import RoutePackError
 from profiler.files import canonical_json
 
@@ -39,14 +37,15 @@ class Ranks:
     """Join the processes of this job for the time of a ``with`` block."""
 
     def __init__(self, device: str | None = None) -> None:
-        known = {name: _integer(name) for name in RANK_VARIABLES if name in os.environ}
-        if "RANK" in known and "WORLD_SIZE" in known and len(known) < len(RANK_VARIABLES):
-            missing = ", ".join(name for name in RANK_VARIABLES if name not in known)
+        given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+        missing = ", ".join(name for name in RANK_VARIABLES if name not in given)
+        if missing and "RANK" in given and "WORLD_SIZE" in given:
             raise RoutePackError(f"RANK and WORLD_SIZE are set, but not {missing}. Start the ranks through torchrun.")
-        launched = len(known) == len(RANK_VARIABLES)
-        self.rank, self.size, self.local_rank, self.per_node = (
-            (known[name] for name in RANK_VARIABLES) if launched else (0, 1, 0, 1)
-        )
+        try:
+            numbers = [0, 1, 0, 1] if missing else [int(given[name]) for name in RANK_VARIABLES]
+        except ValueError:
+            raise RoutePackError(f"Expected whole numbers in the environment, got {given}.") from None
+        self.rank, self.size, self.local_rank, self.per_node = numbers
         self.host = socket.gethostname()
         self._wanted = device
         self._control: Any = None
@@ -67,21 +66,18 @@ class Ranks:
         if on_gpu:
             torch.cuda.set_device(_device_index(self.local_rank, torch.cuda.device_count()))
         try:
-            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-            dist.init_process_group(backend, timeout=JOIN_PATIENCE)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=JOIN_PATIENCE)
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        except (RuntimeError, ValueError) as error:
+            self._check_nodes()
+        except BaseException as error:
             self._leave()
+            if not isinstance(error, RuntimeError | ValueError):
+                raise
             where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             raise RoutePackError(
                 f"Rank {self.rank} cannot join the {self.size} ranks at {where}: {first_line(error)}. Check that "
                 "every node was started and that this address is reachable from all of them."
             ) from None
-        try:
-            self._check_nodes()
-        except BaseException:
-            self._leave()
-            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -98,19 +94,19 @@ class Ranks:
             dist.destroy_process_group()
 
     def _check_nodes(self) -> None:
-        listed = self.gather([self.per_node, self.local_rank, self.host])
-        sizes = sorted({per_node for per_node, _, _ in listed})
+        listed = self.gather([self.per_node, self.local_rank])
+        sizes = sorted({per_node for per_node, _ in listed})
         if len(sizes) > 1 or self.size % sizes[0]:
             raise RoutePackError(
                 f"Nodes run different numbers of ranks ({', '.join(map(str, sizes))} of {self.size} in all). Start the "
                 "same --nproc-per-node on every node."
             )
-        wrong = [rank for rank, (per_node, local, _) in enumerate(listed) if local != rank % per_node]
-        if wrong:
-            raise RoutePackError(
-                f"Rank {wrong[0]} is number {listed[wrong[0]][1]} on its node, expected {wrong[0] % sizes[0]}: ranks "
-                "must be numbered node by node, as torchrun does."
-            )
+        for rank, (per_node, local) in enumerate(listed):
+            if local != rank % per_node:
+                raise RoutePackError(
+                    f"Rank {rank} is number {local} on its node, expected {rank % per_node}: ranks must be numbered "
+                    "node by node, as torchrun does."
+                )
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -120,27 +116,19 @@ class Ranks:
         """Return the JSON-ready values of all ranks, in order of rank, on every rank."""
         if self.size == 1:
             return [value]
-        import torch
-
-        data = np.frombuffer(canonical_json(value).encode(), dtype=np.uint8)
-        sizes = [int(size) for (size,) in self.gather_numbers([data.size])]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.size] = torch.from_numpy(data.copy())
-        received = self._all_gather(padded)
-        return [json.loads(part[:size].numpy().tobytes()) for part, size in zip(received, sizes, strict=True)]
+        data = canonical_json(value).encode()
+        longest = max(size for (size,) in self.gather_numbers([len(data)]))
+        return [json.loads(part.numpy().tobytes()) for part in self._all_gather(_padded(data, int(longest)))]
 
     def agree(self, value: Any) -> Any:
         """Return rank 0's JSON-ready value on every rank; the others' is ignored."""
         if self.size == 1:
             return value
-        import torch
         import torch.distributed as dist
 
-        text = canonical_json(value) if self.rank == 0 else ""
-        sizes = self.gather_numbers([len(text.encode())])
-        sent = torch.empty(int(sizes[0][0]), dtype=torch.uint8)
-        if self.rank == 0:
-            sent.numpy()[:] = np.frombuffer(text.encode(), dtype=np.uint8)
+        data = canonical_json(value).encode() if self.rank == 0 else b""
+        sizes = self.gather_numbers([len(data)])
+        sent = _padded(data, int(sizes[0][0]))
         with self._lost():
             dist.broadcast(sent, src=0, group=self._control)
         return json.loads(sent.numpy().tobytes())
@@ -184,20 +172,15 @@ class Ranks:
         RoutePackError
             On ranks whose own block went well, when another's failed: the message names it.
         """
-        failure: Exception | None = None
         try:
             yield
         except Exception as error:
-            failure = error
-        texts: list[str] = []
-        try:
-            texts = self.gather("" if failure is None else f"{_prefix(failure)}{first_line(failure)}")
-        except RoutePackError:
-            if failure is None:
-                raise
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(texts):
+            kind = "" if isinstance(error, RoutePackError) else f"{type(error).__name__}: "
+            # A rank that is gone needs no telling.
+            with contextlib.suppress(RoutePackError):
+                self.gather(kind + first_line(error))
+            raise
+        for rank, text in enumerate(self.gather("")):
             if text:
                 raise RoutePackError(f"Rank {rank} stopped: {text}")
 
@@ -222,38 +205,34 @@ class Ranks:
         own = 0.0
         for asked in range(self.per_node, self.size, self.per_node):
             if self.rank in (0, asked):
-                own = self._ping_pong(asked)
+                own = min(self._ping_pong(asked) for _ in range(PING_PONGS))[1]
         offsets = [offset for (offset,) in self.gather_numbers([own])]
         return [offsets[rank - rank % self.per_node] for rank in range(self.size)]
 
-    def _ping_pong(self, asked: int) -> float:
-        """Return by how much the rank that asks is ahead of rank 0, which answers: the middle of the quickest trip."""
+    def _ping_pong(self, asked: int) -> tuple[float, float]:
+        """Return how long a trip to rank 0 and back took, and by how much the rank that asks is ahead in its middle."""
         import torch
         import torch.distributed as dist
 
         stamp = torch.zeros(1, dtype=torch.float64)
-        trips: list[tuple[float, float]] = []
         with self._lost():
-            for _ in range(PING_PONGS):
-                if self.rank == 0:
-                    dist.recv(stamp, src=asked, group=self._control)
-                    stamp[0] = time.perf_counter()
-                    dist.send(stamp, dst=asked, group=self._control)
-                    continue
-                sent = time.perf_counter()
-                dist.send(stamp, dst=0, group=self._control)
-                dist.recv(stamp, src=0, group=self._control)
-                received = time.perf_counter()
-                trips.append((received - sent, (sent + received) / 2 - float(stamp[0])))
-        return min(trips)[1] if trips else 0.0
+            if self.rank == 0:
+                dist.recv(stamp, src=asked, group=self._control)
+                stamp[0] = time.perf_counter()
+                dist.send(stamp, dst=asked, group=self._control)
+                return 0.0, 0.0
+            sent = time.perf_counter()
+            dist.send(stamp, dst=0, group=self._control)
+            dist.recv(stamp, src=0, group=self._control)
+            received = time.perf_counter()
+        return received - sent, (sent + received) / 2 - float(stamp[0])
 
 
-def _integer(name: str) -> int:
-    text = os.environ[name]
-    try:
-        return int(text)
-    except ValueError:
-        raise RoutePackError(f"The environment sets {name}={text!r}, expected a whole number.") from None
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    # JSON does not mind blanks behind it.
+    import torch
+
+    return torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
 
 
 def _device_index(local_rank: int, visible: int) -> int:
@@ -265,10 +244,6 @@ def _device_index(local_rank: int, visible: int) -> int:
             f"Rank {local_rank} of this node has no GPU: {visible} are visible. Start --nproc-per-node {visible}."
         )
     return local_rank
-
-
-def _prefix(error: Exception) -> str:
-    return "" if isinstance(error, RoutePackError) else f"{type(error).__name__}: "
 
 
 def first_line(error: BaseException) -> str:

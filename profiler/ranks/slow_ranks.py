@@ -1,6 +1,6 @@
 """Are all ranks alike? The same few cases on every rank: identical cards differ by several percent, a bad one by more.
 
-Their times stay out of the measurements, where one device's cases count once; each rank's journal keeps its own.
+Their times stay out of the measurements, where one device's cases count once; the journal keeps them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 
 from profiler.cases.case import Case, forward_flops
 from profiler.cases.operations import DIRECTIONS
-from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
-from profiler.params import ProfileParams
+from profiler.ranks.collectives import Stage
 from profiler.ranks.ranks import Ranks
 from profiler.timer import time_case
 
@@ -36,25 +35,26 @@ def speed_cases(cases: Sequence[Case]) -> list[Case]:
     return chosen
 
 
-def time_speeds(
-    cases: Sequence[Case], ranks: Ranks, backend: TorchBackend, params: ProfileParams, journal: Journal
-) -> list[dict[str, float]]:
+def time_speeds(stage: Stage, cases: Sequence[Case], journal: Journal) -> list[dict[str, float]]:
     """Return every rank's times of the speed cases by row id; GPUs run at the same time, CPUs in turn."""
+    ranks, backend = stage.ranks, stage.backend
     ids = {case.case_id(way, backend.dtype_name) for case in cases for way in DIRECTIONS}
+    known: list[dict[str, float]] = ranks.agree(journal.speeds)
     # Compared only with what the others take now: one that lacks them makes all of them run again.
-    if not all(ranks.gather(ids <= journal.speeds.keys())):
-        best: dict[str, float] = {}
-        for _ in range(LAPS):
-            for turn in range(1 if backend.kind == "cuda" else ranks.size):
-                with ranks.together():
-                    if backend.kind == "cuda" or turn == ranks.rank:
-                        for case in cases:
-                            for row in time_case(case, backend, params):
-                                if row["status"] == "ok":
-                                    best[row["case_id"]] = min(row["time_us"], best.get(row["case_id"], float("inf")))
-        with ranks.together():
-            journal.add_speeds(best)
-    return list(ranks.gather({row_id: time for row_id, time in journal.speeds.items() if row_id in ids}))
+    if len(known) == ranks.size and all(ids <= one.keys() for one in known):
+        return [{row_id: one[row_id] for row_id in ids} for one in known]
+    best: dict[str, float] = {}
+    for _ in range(LAPS):
+        for turn in range(1 if backend.kind == "cuda" else ranks.size):
+            with ranks.together():
+                if backend.kind == "cuda" or turn == ranks.rank:
+                    for row in (row for case in cases for row in time_case(case, backend, stage.params)):
+                        if row["status"] == "ok":
+                            best[row["case_id"]] = min(row["time_us"], best.get(row["case_id"], float("inf")))
+    known = ranks.gather(best)
+    with ranks.together():
+        journal.add(speeds=known)
+    return known
 
 
 def relative_times(times: Sequence[dict[str, float]]) -> list[float]:
@@ -94,29 +94,28 @@ def warn_of_slow_ranks(described: Sequence[dict[str, Any]]) -> None:
 
 
 def check_alike(ranks: Ranks, fingerprint: DeviceFingerprint, question: str) -> list[dict[str, Any]]:
-    """Return who the ranks are, after seeing that all ask the same of one kind of device.
+    """Return who the ranks are, each with its ``fingerprint``, after seeing that all ask the same of like devices.
 
     Raises
     ------
     RoutePackError
         If a rank has another device, shares its GPU with another, or was started with other settings.
     """
-    listed = ranks.gather([describe_rank(ranks, fingerprint), fingerprint.to_dict(), question])
-    first, wanted = listed[0][0], DeviceFingerprint.from_dict(listed[0][1])
+    own = describe_rank(ranks, fingerprint) | {"fingerprint": fingerprint.to_dict(), "question": question}
+    listed = ranks.gather(own)
+    first, wanted = listed[0], DeviceFingerprint.from_dict(listed[0]["fingerprint"])
     cards: dict[tuple[str, str], int] = {}
-    for one, facts, asked in listed:
+    for one in listed:
         who = f"Rank {one['rank']} (host {one['host']})"
-        match = compare_fingerprints(wanted, DeviceFingerprint.from_dict(facts))
+        match = compare_fingerprints(wanted, DeviceFingerprint.from_dict(one["fingerprint"]))
+        other = f"rank 0 (host {first['host']}): {'; '.join(match.reasons)}."
         if match.level == "different":
             raise RoutePackError(
-                f"{who} has another device than rank 0 (host {first['host']}): {'; '.join(match.reasons)}. Profile "
-                "every kind of node into a folder of its own."
+                f"{who} has another device than {other} Profile every kind of node into a folder of its own."
             )
         if match.level == "near" and ranks.rank == 0:
-            warnings.warn(
-                f"{who} differs from rank 0 (host {first['host']}): {'; '.join(match.reasons)}.", stacklevel=3
-            )
-        if asked != question:
+            warnings.warn(f"{who} differs from {other}", stacklevel=3)
+        if one.pop("question") != question:
             raise RoutePackError(
                 f"{who} was started with another configuration than rank {ranks.rank}. Start all alike."
             )
@@ -124,4 +123,4 @@ def check_alike(ranks: Ranks, fingerprint: DeviceFingerprint, question: str) -> 
             raise RoutePackError(
                 f"{who} runs on the GPU of rank {cards[one['host'], one['uuid']]}. Give every rank one of its own."
             )
-    return [one for one, _, _ in listed]
+    return listed

@@ -11,7 +11,7 @@ import pytest
 from profiler import ProfileParams
 from profiler.cases.case import Case
 from profiler.device.readings import CpuUse, cpu_use, foreign_share, slowdowns
-from profiler.journal import Journal
+from profiler.journal import JOURNAL_NAME, Journal
 from profiler.steadiness import (
     drift,
     ends_apart,
@@ -45,10 +45,10 @@ def verdict(folder, times, session=None, repeats=(), **readings):
     """Return the verdict over a journal that holds these anchor times and one session."""
     with Journal(folder) as journal:
         for reading in anchors(times, **readings):
-            journal.add_anchor(reading)
-        journal.add_session({**SESSION, **(session or {})})
+            journal.add(anchor=reading)
+        journal.add(session={**SESSION, **(session or {})})
         for i, samples in enumerate(repeats):
-            journal.add_case([{"case_id": str(i), "repeats_us": list(samples)}])
+            journal.add(rows=[{"case_id": str(i), "repeats_us": list(samples)}])
     with Journal(folder) as journal:  # As a later process reads it.
         return steadiness(journal, PARAMS)
 
@@ -112,8 +112,8 @@ def test_the_gpus_host_may_be_busy_where_a_cpu_may_not(tmp_path):
 
 def test_sessions_weigh_by_their_length(tmp_path):
     with Journal(tmp_path) as journal:
-        journal.add_session(SESSION | {"wall_s": 30.0, "busy_s": 30.0, "foreign_cpu_share": 0.1})
-        journal.add_session(SESSION | {"wall_s": 10.0, "busy_s": 6.0, "foreign_cpu_share": 0.5})
+        journal.add(session=SESSION | {"wall_s": 30.0, "busy_s": 30.0, "foreign_cpu_share": 0.1})
+        journal.add(session=SESSION | {"wall_s": 10.0, "busy_s": 6.0, "foreign_cpu_share": 0.5})
         found = steadiness(journal, PARAMS)
     assert found["busy_share"] == pytest.approx(0.9)
     assert found["foreign_cpu_share"] == pytest.approx(0.2)
@@ -161,7 +161,7 @@ def test_a_watch_over_nothing_writes_nothing(backend, tmp_path):
     with Journal(tmp_path) as journal, watched(backend, journal):
         pass
     assert journal.sessions == []
-    assert not journal.path.exists()
+    assert not (tmp_path / JOURNAL_NAME).exists()
 
 
 def test_a_real_process_that_burns_the_cpu_is_seen():
@@ -221,6 +221,6 @@ def test_most_of_a_sweeps_time_is_inside_timed_work(backend, tmp_path):
     # A share of 85% is measured by experiments/04_profiler/repeatability.py; half is what any loaded machine keeps.
     with backend.pinned(), Journal(tmp_path) as journal, watched(backend, journal):
         for tokens in (256, 512, 1024):
-            journal.add_case(time_case(Case("dense", "", {"tokens": tokens, "n": 512, "k": 512}), backend, PARAMS))
+            journal.add(rows=time_case(Case("dense", "", {"tokens": tokens, "n": 512, "k": 512}), backend, PARAMS))
     (session,) = journal.sessions
     assert 0.5 < session["busy_s"] / session["wall_s"] <= 1

@@ -1,55 +1,21 @@
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
+from rank_jobs import MODEL, SMALL_FLUSH, SPEC, TOPOLOGY, profile, start_job, wait_for_rows
 
-from profiler import Measurements, ModelSpec, Observer, ProfileParams, RoutePackError, Topology, profile_device
+from profiler import Measurements, ModelSpec, Observer, ProfileParams, RoutePackError, profile_device
 from profiler.journal import JOURNAL_NAME, Journal
 
-backend = pytest.importorskip("profiler.device.backend")
-
-ROOT = Path(__file__).parents[2]
-CONFIG = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 64,
-}  # fmt: skip
-SPEC = ModelSpec.from_config(CONFIG, "small")
-TOPOLOGY = Topology(data_parallel_size=2, expert_model_parallel_size=2)
-CAP = 256
-PARAMS = {
-    "max_points": 6, "repeats": 2, "min_repeats": 1, "max_case_seconds": 2.0, "threads": 1, "dtype": "float32",
-    "max_drift": 1e9,
-}  # fmt: skip
-JOB = f"""
-import sys
-from profiler import ModelSpec, Observer, ProfileParams, Topology, profile_device
-
-class Printer(Observer):
-    def advance(self, what, message=""):
-        print(message, flush=True)
-
-spec = ModelSpec.from_config({CONFIG!r}, "small")
-topology = Topology(data_parallel_size=2, expert_model_parallel_size=2)
-profile_device(spec, topology, {CAP}, ProfileParams(**{PARAMS!r}), sys.argv[1], "cpu", Printer())
-"""
-
-
-def profile(out, spec=SPEC, observer=None, **params):
-    return profile_device(spec, TOPOLOGY, CAP, ProfileParams(**{**PARAMS, **params}), out, "cpu", observer)
+pytest.importorskip("torch", reason="torch is not installed")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_flushes():
-    """What these tests watch does not depend on caches: most of a tiny sweep's time would go into displacing them."""
+def small_flush():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(backend.FLUSH_BYTES, "cpu", 1 << 20)
+        patch.setattr("profiler.device.backend.FLUSH_BYTES", {"cpu": SMALL_FLUSH})
         yield
 
 
@@ -119,12 +85,10 @@ def test_a_finished_sweep_is_not_timed_again(copy):
 def test_a_killed_sweep_continues_and_loses_no_finished_case(tmp_path, finished):
     # FC-33: kill -9 in the middle, once more while a line is half written.
     out = tmp_path / "out"
-    job = subprocess.Popen([sys.executable, "-c", JOB, str(out)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    for _ in range(3):
-        job.stdout.readline()
-    os.kill(job.pid, signal.SIGKILL)
-    job.wait()
-    job.stdout.close()
+    job = start_job(out)
+    wait_for_rows(out, 3)
+    job.kill()
+    job.join()
     assert not (out / "measurements.parquet").exists()
     done = [line["rows"] for line in journal_lines(out) if "rows" in line]
     assert 3 <= len(done) < len(finished[1]) // 2
@@ -141,20 +105,20 @@ def test_a_killed_sweep_continues_and_loses_no_finished_case(tmp_path, finished)
 
 
 def test_two_jobs_never_share_a_folder(tmp_path):
-    with Journal(tmp_path), pytest.raises(RoutePackError, match=f"Another profile .process {os.getpid()}."):
+    with Journal(tmp_path), pytest.raises(RoutePackError, match="Another profile is writing to"):
         profile(tmp_path)
     with Journal(tmp_path):
         pass
 
 
 def test_another_model_type_or_device_is_refused(copy):
-    other = ModelSpec.from_config({**CONFIG, "hidden_size": 64}, "small")
+    other = ModelSpec.from_config({**MODEL, "hidden_size": 64}, "small")
     with pytest.raises(RoutePackError, match="shape of the model differs"):
         profile(copy, spec=other)
     with pytest.raises(RoutePackError, match="dtype is bfloat16, expected float32"):
         profile(copy, dtype="bfloat16")
     lines = journal_lines(copy)
-    lines[0]["header"]["fingerprint"]["software"]["torch"] = "1.0"
+    lines[0]["header"]["fingerprints"][0]["software"]["torch"] = "1.0"
     (copy / JOURNAL_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(RoutePackError, match=r"torch is .*, expected 1\.0.*choose another --out"):
         profile(copy)

@@ -5,8 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from profiler import DeviceFingerprint, ModelSpec, ProfileParams, Topology
-from profiler.ranks.collectives import Move, Round, Stage, above_link, link_rates, summary, time_round
+from profiler import DeviceFingerprint, ModelSpec, Observer, ProfileParams, Topology
+from profiler.journal import Journal
+from profiler.ranks.collectives import Move, Round, Stage, above_link, link_rates, run_exchanges, summary, time_round
 from profiler.ranks.exchange_cases import (
     PATTERNS,
     UNIT_BYTES,
@@ -15,7 +16,9 @@ from profiler.ranks.exchange_cases import (
     group_sizes,
     largest_exchange,
     split_bytes,
+    transfer_case,
 )
+from profiler.timer import times_of
 
 CONFIG = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
@@ -60,6 +63,9 @@ class Recorder:
 
     def gather_numbers(self, numbers):
         return [numbers]
+
+    def agree(self, value):
+        return value
 
 
 def stage(fingerprint=CARD):
@@ -172,3 +178,20 @@ def test_nothing_waits_between_the_flush_and_an_exchange_on_a_gpu(monkeypatch, k
     one = time_round(Stage(recorder, recorder, PARAMS, CARD), move, [0.0], time.perf_counter())
     assert recorder.calls == expected
     assert (one.times_us, one.skew_us, one.latest) == ((1.0,), 0.0, 0)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", [900.0, 900.0, 500.0, 300.0]), ("cpu", [300.0])])
+def test_exchanges_in_doubt_are_pooled_on_gpus_and_chosen_on_cpus(monkeypatch, kind, expected):
+    small, large = (transfer_case("inside", size) for size in (1024, 2048))
+    times = {1024: [[900.0, 900.0], [500.0], [300.0]], 2048: [[100.0]]}
+
+    def timed(stage, case, direction):
+        row = {"case_id": case.case_id(direction, "uint8"), "op": case.op, "direction": direction, **case.features}
+        return row | {"status": "ok", **times_of(times[case.features["bytes"]].pop(0))}
+
+    monkeypatch.setattr("profiler.ranks.collectives.time_exchange", timed)
+    journal = Journal(None)
+    run_exchanges(Stage(Recorder(kind), Recorder(kind), PARAMS, CARD), [small, large], journal, Observer())
+    row = journal.rows[small.case_id("forward", "uint8")]
+    assert row["looks"] == 3
+    assert row["repeats_us"] == expected
