@@ -272,7 +272,7 @@ def test_a_search_too_short_for_a_receive_cap_does_not_end_the_check(job, planne
     plan = Planner.plan
 
     def strict(self, batch, seed=0, previous=None, stop=None, observer=None):
-        if isinstance(stop, MaxIterations) and stop.iterations == 1:
+        if isinstance(stop, MaxIterations) and stop.limit == 1:
             raise RoutePackError("EP rank 0 receives more rows than max_received_rows, and no plan found avoids it.")
         return plan(self, batch, seed, previous, stop, observer)
 
