@@ -175,7 +175,17 @@ DAMAGED = (
 
 
 def npz_bytes(arrays: dict[str, np.ndarray]) -> bytes:
-    """Return an ``.npz`` archive, names in order: equal arrays give equal bytes (numpy states no time)."""
+    """Return an ``.npz`` archive, names in order: equal arrays give equal bytes (numpy states no time).
+
+    Raises
+    ------
+    RoutePackError
+        If an array holds objects: numpy would pickle them.
+    """
+    if pickled := [name for name, array in arrays.items() if array.dtype.hasobject]:
+        raise RoutePackError(
+            f"Array {pickled[0]} holds Python objects, which are never written. Convert it to numbers."
+        )
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **dict(sorted(arrays.items())))  # type: ignore[arg-type]
     return buffer.getvalue()

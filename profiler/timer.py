@@ -69,12 +69,12 @@ def time_case(
     try:
         with _no_garbage_collection():
             work = make_work(case, backend)
-            measured, output = _measure(work.run, lambda: None, "output", backend, params)
+            measured, output = _measure(work.library, work.run, lambda: None, "output", backend, params)
             found.append(measured)
             if "backward" in directions:
                 backward = backward_of(work, output, backend.filled(*output.shape).to(output.dtype))
                 del output
-                found.append(_measure(*backward, "gradient", backend, params)[0])
+                found.append(_measure(work.library, *backward, "gradient", backend, params)[0])
     except Exception as error:  # any: libraries raise their own kinds, and one case must not end the sweep
         kind = "" if isinstance(error, (_NotFinite, RuntimeError, ValueError)) else f"{type(error).__name__}: "
         message = f"{kind}{error}".split("\n")[0]
@@ -101,7 +101,12 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _measure(
-    run: Callable[[], Any], prepare: Callable[[], None], what: str, backend: TorchBackend, params: ProfileParams
+    library: str,
+    run: Callable[[], Any],
+    prepare: Callable[[], None],
+    what: str,
+    backend: TorchBackend,
+    params: ProfileParams,
 ) -> tuple[dict[str, Any], Any]:
     """Return the times of a run, and the result of the last of them; ``prepare`` comes before each, untimed."""
     deadline = time.perf_counter() + params.max_case_seconds / len(DIRECTIONS)
@@ -127,7 +132,7 @@ def _measure(
     while len(samples) < params.min_repeats or (_wants_more(samples, params) and time.perf_counter() < deadline):
         samples.append(elapsed())
     flag = {"flag": LAUNCH_BOUND} if backend.launch_bound else {}
-    return {"status": "ok", **times_of(samples), "kernel": kernel, **flag}, kept
+    return {"status": "ok", **times_of(samples), "kernel": f"{library}: {kernel}", **flag}, kept
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

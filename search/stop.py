@@ -25,18 +25,14 @@ class StopCriterion:
         raise NotImplementedError
 
 
-LEAST_TIME_S = 1e-9
-
-
 @dataclass
 class _Limit(StopCriterion):
     limit: float
-    least = 1.0
+    least, wanted = 1.0, ">= 1"
 
     def __post_init__(self) -> None:
         if not self.limit >= self.least:
-            wanted = f">= {self.least:g}" if self.least != LEAST_TIME_S else "> 0"
-            raise ValueError(f"Expected {self.name.replace('_', ' ')} {wanted}, got {self.limit}.")
+            raise ValueError(f"Expected {self.name.replace('_', ' ')} {self.wanted}, got {self.limit}.")
         self.reset()
 
 
@@ -54,7 +50,7 @@ class MaxRuntime(_Limit):
     """Stop after so many seconds of wall time since ``reset``."""
 
     name = "max_runtime"
-    least = LEAST_TIME_S
+    least, wanted = math.ulp(0.0), "> 0"
 
     def reset(self) -> None:
         """Start the clock."""
@@ -79,7 +75,7 @@ class GapBelow(_Limit):
     """Stop when the best packing is proven this near the optimum (a share); a budget beside it drives the cooling."""
 
     name = "gap_below"
-    least = 0.0
+    least, wanted = 0.0, ">= 0"
 
     def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
         """Return 1 when the gap is reached, else 0."""

@@ -32,7 +32,7 @@ class Predictor(Protocol):
 
     @property
     def kind(self) -> str:
-        """What the residual rests on: ``lightgbm``, ``curves``, ``prior``, or ``baseline`` for physics alone."""
+        """What the residual rests on: ``lightgbm``, ``smooth``, ``prior``, or ``baseline`` for physics alone."""
 
     @property
     def shapes(self) -> Ranges:
@@ -97,7 +97,7 @@ class OperationModel:
 
     @property
     def kind(self) -> str:
-        """``lightgbm`` or ``smooth`` by what the residual rests on, ``baseline`` where physics alone is used."""
+        """``lightgbm``, ``smooth`` (kernel or curves) or ``baseline``, by what the residual rests on."""
         if self.seen is not None:
             return "lightgbm"
         return "baseline" if self.smooth is None and self.curves is None else "smooth"

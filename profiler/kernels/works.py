@@ -27,7 +27,8 @@ class Work(NamedTuple):
     run: Callable[[], Any]
     inputs: tuple[Any, ...]
     """Tensors that its backward run differentiates by."""
-    kernel: str = "torch"
+    library: str = "torch"
+    """Whose kernels run."""
     keeps_graph: bool = True
     """Whether one forward run's graph bears several backward runs. Libraries free or overwrite what they saved: a
     second backward over the same graph computes less, or something else, without a word."""

@@ -360,6 +360,7 @@ def _differences(measurements: Measurements) -> str:
         said.append(f"{', '.join(absent)}: installed here, but no kernel of theirs is timed")
     capability = device["arch"].removeprefix("sm_")
     loops = capability.isdigit() and int(capability) < FIRST_GROUPED
-    if loops and "torch" in rows["kernel"][rows["op"] == "experts"]:
+    kernels = rows["kernel"][rows["op"] == "experts"].tolist()
+    if loops and any(kernel.startswith("torch: ") for kernel in kernels):
         said.append("experts: torch's grouped_mm on this card is a loop over experts with a synchronisation")
     return "; ".join(said)

@@ -43,7 +43,7 @@ class FileLocks:
 class ServerLocks:
     """Advisory locks of a PostgreSQL server, held by one connection."""
 
-    _NOTICE = "-c tcp_keepalives_idle=15 -c tcp_keepalives_interval=15 -c tcp_keepalives_count=3"
+    NOTICE = "-c tcp_keepalives_idle=15 -c tcp_keepalives_interval=15 -c tcp_keepalives_count=3"
     """The server takes a machine that is silent for a minute for dead."""
 
     def __init__(self, url: str, name: str) -> None:
@@ -51,7 +51,7 @@ class ServerLocks:
         from sqlalchemy.pool import NullPool
 
         self._engine = create_engine(
-            url, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args={"options": self._NOTICE}
+            url, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args={"options": self.NOTICE}
         )
         self._key = zlib.crc32(name.encode()) - 2**31
         self._connection: Any = None

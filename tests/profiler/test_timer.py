@@ -25,6 +25,7 @@ def test_a_case_gives_a_row_each_way_with_raw_repeats_and_the_kernel(backend):
         assert row["time_us"] > 0
         assert len(row["repeats_us"]) >= 2
         assert min(row["repeats_us"]) <= row["time_us"] <= max(row["repeats_us"])
+        assert row["kernel"].startswith("torch: ")
         assert "mm" in row["kernel"]
         assert row["case_id"] == CASE.case_id(row["direction"], "float32")
 

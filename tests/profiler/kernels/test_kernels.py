@@ -78,7 +78,7 @@ def libraries(monkeypatch):
 
 
 def picked(case, backend):
-    return make_work(case, backend).kernel
+    return make_work(case, backend).library
 
 
 def test_torch_has_a_kernel_of_every_operation_that_computes():
@@ -200,7 +200,7 @@ def test_a_library_that_clears_what_it_saved_is_run_forward_before_every_backwar
     # graph left out the weights' gradients and was timed at about half, status "ok".
     installed("experts", "spoiler", spoiling_work)
     work = make_work(EXPERTS, cuda_like)
-    assert (work.kernel, work.keeps_graph) == ("spoiler", False)
+    assert (work.library, work.keeps_graph) == ("spoiler", False)
     assert all(weight.any() for _, weight in gradients(work, 3))
     kept = Work(*spoiling_work(EXPERTS, cuda_like))
     assert [bool(weight.any()) for _, weight in gradients(kept, 2)] == [True, False]  # what happened
@@ -212,14 +212,14 @@ def test_a_library_that_fails_gives_way_with_its_reason(installed, cuda_like):
 
     installed("dense", "picky", asserts)
     with pytest.warns(UserWarning, match="picky cannot run dense here .*FP8 is not supported"):
-        assert make_work(DENSE, cuda_like).kernel == "torch"
+        assert make_work(DENSE, cuda_like).library == "torch"
 
 
 def test_a_python_loop_is_not_timed_on_cuda_unless_asked_for(cuda_like):
     with pytest.raises(NotImplementedError, match=r"needs flash-linear-attention.*profile\.time_loops"):
         make_work(LINEAR, cuda_like)
     cuda_like.times_loops = True
-    assert make_work(LINEAR, cuda_like).kernel == "torch"
+    assert make_work(LINEAR, cuda_like).library == "torch"
 
 
 @pytest.mark.gpu
@@ -230,4 +230,4 @@ def test_our_calls_match_the_real_packages(case):
     library, backend = LIBRARIES[case.op], backends.TorchBackend("cuda", ProfileParams(dtype="bfloat16"))
     if library.found(case, backend) is None:
         pytest.skip(f"{library.name} is not installed")
-    assert make_work(case, backend).kernel == library.name
+    assert make_work(case, backend).library == library.name

@@ -156,7 +156,7 @@ def test_what_held_clocks_down_is_a_fact_beside_their_fall():
 
 
 def test_what_may_train_but_is_not_timed_is_one_fact_where_it_is_so():
-    def fact(arch, kernel="torch", **software):
+    def fact(arch, kernel="torch: ampere_bf16_gemm x8", **software):
         device = {**DEVICE.to_dict(), "arch": arch, "software": software}
         experts = [{**one, "kernel": kernel} for one in rows_of_a_device() if one["op"] == "experts"]
         text = profile_page(measured(experts, fingerprint=device))
@@ -164,7 +164,7 @@ def test_what_may_train_but_is_not_timed_is_one_fact_where_it_is_so():
         return found and found.group(1)
 
     assert fact("sm_90", torch="2.13.0") is None
-    assert fact("sm_80", "transformer-engine") is None
+    assert fact("sm_80", "transformer-engine: ampere_bf16_gemm x8") is None
     packages = {"flash-attn-3": "3.0", "deep-gemm": "2.0", "flash-attn": "2.8"}
     assert fact("sm_90", **packages) == "FlashAttention 3, DeepGEMM: installed here, but no kernel of theirs is timed"
     assert "DeepEP: installed here" in fact("sm_80", **{"deep-ep": "1.2"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -237,3 +238,11 @@ def test_step_files_from_folder_file_glob_and_list(tmp_path):
     for wrong in (tmp_path / "empty", tmp_path / "nowhere", str(tmp_path / "x*.npz")):
         with pytest.raises(RoutePackError):
             list_step_files(wrong)
+
+
+def test_objects_are_never_pickled_into_a_file(tmp_path):
+    batch = make_step_batch(SPEC, WorkloadParams(num_prompts=3, rollouts=2, median_tokens=40, max_tokens=90))
+    odd = replace(batch, prompt_ids=np.array([{}] * batch.num_samples, dtype=object))
+    with pytest.raises(RoutePackError, match="prompt_ids holds Python objects"):
+        save_step_batch(tmp_path / "odd.npz", odd)
+    assert not list(tmp_path.iterdir())

@@ -9,6 +9,7 @@ from small_tasks import make_task
 
 from profiler import RoutePackError
 from search import PlannerParams
+from search.tuning.locks import ServerLocks
 from search.tuning.storage import open_study, shown
 from search.tuning.task import difference
 
@@ -20,6 +21,20 @@ def test_the_given_settings_are_tried_first(tmp_path):
     study = open_study(task, f"journal:{tmp_path}/j", "s")
     open_study(task, f"journal:{tmp_path}/j", "s")  # resuming enqueues nothing more
     assert [t.system_attrs["fixed_params"] for t in study.trials] == task.given_settings
+
+
+def test_the_folder_of_a_journal_is_made(tmp_path):
+    study = open_study(make_task(), f"journal:{tmp_path}/not/there/j", "s")
+    assert open_study(make_task(), f"journal:{tmp_path}/not/there/j", "s").user_attrs == study.user_attrs
+
+
+def test_a_server_takes_a_silent_machine_for_dead_within_a_minute(postgresql):
+    import psycopg
+
+    with psycopg.connect(postgresql, options=ServerLocks.NOTICE) as connection:
+        names = ("idle", "interval", "count")
+        idle_s, interval_s, count = (int(connection.execute(f"show tcp_keepalives_{n}").fetchone()[0]) for n in names)
+    assert 0 < idle_s + interval_s * count <= 60
 
 
 @pytest.mark.parametrize("two_objectives", [False, True])
