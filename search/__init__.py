@@ -17,7 +17,7 @@ from search.stop import FirstOf, GapBelow, MaxIterations, MaxRuntime, NoImprovem
 from search.stream import StreamingPlanner
 from search.tuning.objective import BatchScore
 from search.tuning.study import run_study
-from search.tuning.task import TrialRecord, TuneParams, TuneTask
+from search.tuning.task import TuneParams, TuneTask
 
 __all__ = [
     "BASELINES",
@@ -40,7 +40,6 @@ __all__ = [
     "StopCriterion",
     "StreamingPlanner",
     "TUNABLE",
-    "TrialRecord",
     "TuneParams",
     "TuneTask",
     "balanced_ns",

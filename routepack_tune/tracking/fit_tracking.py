@@ -21,7 +21,7 @@ from profiler.files import write_text
 from routepack_tune.config import without_password
 from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines, gains
 from routepack_tune.tracking.registry import promote
-from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, Store, log_pyfunc, own_uri
+from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, Store, log_pyfunc, own_uri, what_mlflow_said
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
@@ -53,10 +53,9 @@ def track_fit(
     try:
         return _log(model, folder, pictures, uri, experiment)
     except Exception as error:
-        first = without_password(" ".join(str(error).split())[:200])
+        told = f"{type(error).__name__}: {what_mlflow_said(error)}"
         warnings.warn(
-            f"MLflow at {without_password(uri)} could not log the cost model ({type(error).__name__}: {first}). "
-            f"The cost model is whole in {folder}.",
+            f"MLflow at {without_password(uri)} could not log the cost model ({told}). It is whole in {folder}.",
             stacklevel=2,
         )
         return {}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.errors import RoutePackError
-from routepack_tune.config import check_tracking_uri
+from routepack_tune.config import check_tracking_uri, without_password
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "artifacts"
@@ -52,6 +52,11 @@ def quiet_mlflow() -> Any:
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return mlflow
+
+
+def what_mlflow_said(error: Exception) -> str:
+    """Return an error of MLflow or its store as one short line without passwords."""
+    return without_password(" ".join(str(error).split())[:300])
 
 
 def tracking_uri(configured: str, folder: Path | str) -> str:

@@ -45,12 +45,15 @@ def compare_on_holdout(task: TuneTask, setting: Mapping[str, Any], observer: Obs
     defaults = _in_turn(scorer, {}, seeds, [], observer)
     best = defaults if same else _in_turn(scorer, setting, seeds, defaults, observer)
     observer.finish("held-out batches")
+    rests_on = f"{len(task.held_out)} batches x {len(seeds)} seeds"
+    if len(task.held_out) < 2:
+        rests_on = f"one batch and {len(seeds)} seeds: it says nothing of other batches" if best else "no batch"
     found: dict[str, Any] = {
         "best": [asdict(score) for score in best],
         "default_settings": [asdict(score) for score in defaults],
         **dict.fromkeys(("gain_pct", "low_pct", "high_pct", "best_value", "default_value")),
         "seeds": list(seeds),
-        "rests_on": _rests_on(task),
+        "rests_on": rests_on,
     }
     if best:
         values = np.array([score.value(task.params) for score in best]).reshape(len(seeds), -1)
@@ -106,12 +109,3 @@ def _in_turn(
             scores.append(score)
             observer.advance("held-out batches", score.name)
     return scores
-
-
-def _rests_on(task: TuneTask) -> str:
-    batches, seeds = len(task.held_out), task.params.holdout_seeds
-    if batches == 0:
-        return "no batch"
-    if batches == 1:
-        return f"one batch and {seeds} seeds: it says nothing of other batches"
-    return f"{batches} batches x {seeds} seeds"

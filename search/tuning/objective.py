@@ -148,22 +148,3 @@ class Scorer:
                     f"The planner's own settings, which all are compared with, fail. {error} Start from others."
                 ) from None
         return self._chain[index]
-
-
-def trial_metrics(scores: Sequence[BatchScore], params: TuneParams) -> dict[str, float]:
-    """Return the numbers worth tracking of a trial's batches: means, then the step time and value of each."""
-    if not scores:
-        return {}
-    metrics = {
-        "objective": study_value(scores, params),
-        "step_time_s": statistics.fmean(s.step_time_s for s in scores),
-        "move_s": statistics.fmean(s.move_s for s in scores),
-        "plan_s": statistics.fmean(s.plan_s for s in scores),
-        "gap_to_bound": statistics.fmean(s.step_time_s / s.lower_bound_s - 1 for s in scores),
-    }
-    if params.two_objectives:
-        metrics["plan_value"] = statistics.fmean(s.plan_value for s in scores)
-    for score in scores:
-        metrics[f"step_time_s.{score.name}"] = score.step_time_s
-        metrics[f"value.{score.name}"] = score.value(params)
-    return metrics
