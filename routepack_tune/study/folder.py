@@ -53,13 +53,7 @@ def _is_ours(name: str) -> bool:
 
 @contextlib.contextmanager
 def locked_study(folder: Path) -> Iterator[None]:
-    """Hold a study's folder; a killed process lets go by itself.
-
-    Raises
-    ------
-    RoutePackError
-        If another process holds it, or it is a folder of something else.
-    """
+    """Hold a study's folder; a killed process lets go by itself."""
     from filelock import FileLock, Timeout
 
     if folder.exists() and not folder.is_dir():
@@ -80,13 +74,7 @@ def locked_study(folder: Path) -> Iterator[None]:
 
 
 def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
-    """Return what the folder's ``study.json`` holds, None where there is none.
-
-    Raises
-    ------
-    RoutePackError
-        If it is a study of other inputs; the message shows the difference.
-    """
+    """Return what the folder's ``study.json`` holds, None where there is none."""
     if not (folder / STUDY_FILE).is_file():
         return None
     known = read_study(folder)

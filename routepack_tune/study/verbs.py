@@ -172,11 +172,6 @@ def best_setting(path: Path | str, task: TuneTask) -> dict[str, Any]:
     """Return the best settings of another cluster's study or bundle as far as ``task`` may choose them.
 
     A value outside a range of ``task`` becomes the range's end; another cap counts only where it is allowed.
-
-    Raises
-    ------
-    RoutePackError
-        If ``path`` is neither, or holds no settings.
     """
     path = Path(path)
     if (path / PLANNER_FILE).is_file():
@@ -227,13 +222,7 @@ def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tu
 
 
 def _registry_uri(study: Path, document: dict[str, Any]) -> str:
-    """Return the store that knows the study's run.
-
-    Raises
-    ------
-    RoutePackError
-        If its password, which no file holds, is not in the environment either.
-    """
+    """Return the store that knows the study's run."""
     from routepack_tune.tracking.store import tracking_uri
 
     known = document["tracking"].get("tracking_uri", "")

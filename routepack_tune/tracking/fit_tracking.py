@@ -155,13 +155,7 @@ def input_example(model: CostModel) -> pd.DataFrame:
 
 
 def predict_frame(model: CostModel, asked: pd.DataFrame) -> pd.DataFrame:
-    """Return ``time_us`` and ``extrapolated`` for rows of ``op``, ``direction`` and features, found by name.
-
-    Raises
-    ------
-    RoutePackError
-        If ``op`` or ``direction`` is missing, or a feature of an operation is missing, unknown or not valid.
-    """
+    """Return ``time_us`` and ``extrapolated`` for rows of ``op``, ``direction`` and features, found by name."""
     import pandas as pd
 
     for name in ("op", "direction"):

@@ -35,11 +35,6 @@ def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experi
     -------
     str
         ``models:/NAME@champion``.
-
-    Raises
-    ------
-    RoutePackError
-        If MLflow refuses or cannot be reached; the bundle itself stays where it is.
     """
     try:
         store = Store(uri, experiment)
@@ -72,13 +67,7 @@ def promote(client: Any, name: str, version: str) -> None:
 
 
 def roll_back(name: str, uri: str) -> RolledBack:
-    """Exchange ``@champion`` and ``@previous`` of a registered model.
-
-    Raises
-    ------
-    RoutePackError
-        If the store cannot be reached, knows no such model, or there is nothing to go back to.
-    """
+    """Exchange ``@champion`` and ``@previous`` of a registered model."""
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
         raise RoutePackError(f"{uri} is no file: nothing was registered there. Give the store of the registry.")
     mlflow = quiet_mlflow()

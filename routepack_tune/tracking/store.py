@@ -60,13 +60,7 @@ def what_mlflow_said(error: Exception) -> str:
 
 
 def tracking_uri(configured: str, folder: Path | str) -> str:
-    """Return where to track: what is configured, else ``MLFLOW_TRACKING_URI``, else SQLite inside ``folder``.
-
-    Raises
-    ------
-    RoutePackError
-        If the environment names a folder store.
-    """
+    """Return where to track: what is configured, else ``MLFLOW_TRACKING_URI``, else SQLite inside ``folder``."""
     if configured:
         return configured
     wanted = os.environ.get("MLFLOW_TRACKING_URI", "").strip()

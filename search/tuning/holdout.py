@@ -31,13 +31,7 @@ class Interval:
 
 
 def compare_on_holdout(task: TuneTask, setting: Mapping[str, Any], observer: Observer | None = None) -> dict[str, Any]:
-    """Plan the held-out batches with a setting and with the defaults; return scores, gain and interval.
-
-    Raises
-    ------
-    RoutePackError
-        If a held-out batch cannot be planned.
-    """
+    """Plan the held-out batches with a setting and with the defaults; return scores, gain and interval."""
     observer, scorer = observer or Observer(), Scorer(task)
     seeds = tuple(task.seed + 1 + k for k in range(task.params.holdout_seeds))
     same = task.planner_of(setting) == task.planner_of({})

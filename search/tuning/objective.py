@@ -94,13 +94,7 @@ class Scorer:
         self.planning_s = 0.0
 
     def score(self, setting: Mapping[str, Any], index: int) -> BatchScore:
-        """Plan one batch with a setting after the defaults' plan of the batch before.
-
-        Raises
-        ------
-        RoutePackError
-            If the batch cannot be planned or its value is not finite: the setting is infeasible.
-        """
+        """Plan one batch with a setting after the defaults' plan of the batch before."""
         previous = self._defaults(index - 1)[0] if index else None
         _, reference = self._defaults(index)
         if self.task.planner_of(setting) == self.task.planner_of({}):

@@ -92,13 +92,7 @@ def run_study(
 
 
 def summarise(task: TuneTask, study: Any, observer: Observer | None = None) -> dict[str, Any]:
-    """Try the winner on the held-out batches and return all there is to tell of a study.
-
-    Raises
-    ------
-    RoutePackError
-        If no trial is feasible: nothing can be exported.
-    """
+    """Try the winner on the held-out batches and return all there is to tell of a study."""
     trials = study.get_trials(deepcopy=False)
     best = best_trial(task, trials)
     if best is None:

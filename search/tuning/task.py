@@ -173,13 +173,7 @@ class TuneTask:
         return json.loads(canonical_json(signature))
 
     def check_same(self, stored: Mapping[str, Any], where: str) -> None:
-        """Refuse the signature of a study that was made from other inputs.
-
-        Raises
-        ------
-        RoutePackError
-            With what was added, removed and changed.
-        """
+        """Refuse the signature of a study that was made from other inputs."""
         wanted = self.signature
         if changed := [key for key in wanted if stored.get(key) != wanted[key]]:
             details = [difference(_WORDS.get(key, key), stored.get(key), wanted[key]) for key in changed]

@@ -51,12 +51,6 @@ def run_workers(job: Job, study: Any, numbers: range, look: Callable[[], None], 
 
     ``look`` is called again and again. With ``ray`` workers are tasks of its cluster, one core each; one whose node
     died is started again by Ray.
-
-    Raises
-    ------
-    RoutePackError
-        If every worker died before that (the message says of what), Ray is not installed, or its nodes cannot reach the
-        storage.
     """
     _, storage, name, trials = job
     dead: list[str] = []
