@@ -94,7 +94,10 @@ class Scorer:
         self.planning_s = 0.0
 
     def score(self, setting: Mapping[str, Any], index: int) -> BatchScore:
-        """Plan one batch with a setting after the defaults' plan of the batch before."""
+        """Plan one batch with a setting after the defaults' plan of the batch before.
+
+        A :class:`RoutePackError` says that the setting is infeasible: no plan, or no finite value.
+        """
         previous = self._defaults(index - 1)[0] if index else None
         _, reference = self._defaults(index)
         if self.task.planner_of(setting) == self.task.planner_of({}):
