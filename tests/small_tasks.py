@@ -1,5 +1,6 @@
 """Small tuning tasks and studies for the tests of the tuner."""
 
+import multiprocessing
 import tempfile
 
 import numpy as np
@@ -49,3 +50,10 @@ def run_here(task, study, target):
     with tempfile.TemporaryDirectory() as folder:
         run_trials(task, study, FileLocks(f"{folder}/claim"), target)
     return finished_trials(study)
+
+
+def warm_processes():
+    """The way to processes that have imported the tuner already: forks of one server without threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["optuna", "psycopg", "sqlalchemy", "search"])
+    return context

@@ -4,12 +4,10 @@ import itertools
 import math
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
-from small_tasks import FAST, make_task, new_study, run_here
+from small_tasks import FAST, make_task, new_study, run_here, warm_processes
 
 import search.tuning.objective
 from profiler import RoutePackError
@@ -166,30 +164,27 @@ def test_a_trial_that_another_machine_failed_meanwhile_does_not_end_its_worker(m
     assert [record.number for record in run_here(task, study, 2)] == [1, 2]
 
 
-KILLED = """
-import sys; sys.path[:0] = {path!r}
-import os, signal
-import small_tasks as here
-from search import Range, run_study
-from search.params import TUNABLE
-TUNABLE.clear(); TUNABLE.update(here.FAST)
-from search.tuning.objective import Scorer
-real, calls = Scorer.score, []
-def dying(*args, **kwargs):
-    calls.append(1)
-    if len(calls) == 8:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **kwargs)
-Scorer.score = dying
-run_study(here.make_task(), {storage!r}, "s", 6)
-"""
+def study_until_killed(storage, calls):
+    """Run a study in a process that is killed in the middle of a trial."""
+    TUNABLE.clear()
+    TUNABLE.update(FAST)
+    real, left = search.tuning.objective.Scorer.score, iter(range(calls))
+
+    def dying(*arguments):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    search.tuning.objective.Scorer.score = dying
+    run_study(make_task(), storage, "s", 6)
 
 
 def test_killed_in_a_trial_it_continues_and_loses_none(tmp_path):
     storage = f"journal:{tmp_path}/j"
-    path = [os.path.dirname(__file__), *[p for p in sys.path if p]]
-    done = subprocess.run([sys.executable, "-c", KILLED.format(path=path, storage=storage)], capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    running = warm_processes().Process(target=study_until_killed, args=(storage, 7))
+    running.start()
+    running.join(120)
+    assert running.exitcode == -signal.SIGKILL
     before = open_study(make_task(), storage, "s").trials
     assert [t.state.name for t in before][-1] == "RUNNING"
     killed = len(before) - 1

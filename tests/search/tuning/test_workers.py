@@ -4,13 +4,12 @@ import builtins
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
-from small_tasks import lasting_settings, make_task
+from small_tasks import lasting_settings, make_task, warm_processes
 
 from profiler import RoutePackError
 from search.tuning.storage import open_study, study_locks
@@ -65,17 +64,17 @@ def storage(request, tmp_path):
 
 
 def test_one_killed_in_a_trial_loses_nothing_and_its_setting_is_tried_again(storage):
-    task, killed = make_task(enqueue=lasting_settings(9)), {}
+    task, killed = make_task(enqueue=lasting_settings(5)), {}
     open_study(task, storage, "s")
     killer = threading.Thread(target=kill_one_in_a_trial, args=(storage, killed), daemon=True)
     killer.start()
-    with pytest.warns(UserWarning, match=r"1 of 3 workers died, the others went on: worker \d was ended by SIGKILL"):
-        study = run(task, storage, 8, 3)
+    with pytest.warns(UserWarning, match=r"1 of 2 workers died, the others went on: worker \d was ended by SIGKILL"):
+        study = run(task, storage, 4, 2)
     trials = study.get_trials()
     (number,) = killed.values()
     finished = [t.number for t in trials if t.state.name in ("COMPLETE", "PRUNED")]
     assert trials[number].state.name == "FAIL"
-    assert len(finished) == 8  # the total, neither more nor less
+    assert len(finished) == 4  # the total, neither more nor less
     again = [t for t in trials if t.user_attrs.get("retry_of") == number]
     assert [t.params for t in again] == [trials[number].params]
     assert "RUNNING" not in {t.state.name for t in trials}
@@ -151,30 +150,29 @@ def test_a_trial_that_ends_between_two_looks_is_not_missed(tmp_path, monkeypatch
     assert len(first.study.trials) == 1
 
 
-CLAIM = """
-import os, signal, sys
-sys.path[:0] = {path!r}
-from test_workers import Worker
-ours = Worker({storage!r}, 9)
-space = {{"starts": __import__("optuna").distributions.IntDistribution(1, 4)}}
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-if {when!r} == "looked":
-    ours.study.ask = die
-elif {when!r} == "asked":
+def begin_and_die(storage, when):
+    """Be a process that is killed while it begins a trial."""
+    ours = Worker(storage, 9)
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
     ask = ours.study.ask
-    ours.study.ask = lambda space: die(ask(space))
-ours.begin(space)
-die()
-"""
+    if when == "looked":
+        ours.study.ask = die
+    elif when == "asked":
+        ours.study.ask = lambda space: die(ask(space))
+    ours.begin({"starts": optuna.distributions.IntDistribution(1, 4)})
+    die()
 
 
 @pytest.mark.parametrize("when", ["looked", "asked", "begun"])
 def test_killed_while_it_claims_it_holds_nobody_up_and_leaves_no_trial_running(storage, when):
-    path = [os.path.dirname(__file__), *[p for p in sys.path if p]]
     ours = Worker(storage, 1)
-    code = CLAIM.format(path=path, storage=storage, when=when)
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    killed = warm_processes().Process(target=begin_and_die, args=(storage, when))
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
     trial = ours.begin({})
     assert trial.number == (when != "looked")
     assert [t.state.name for t in ours.study.trials[: trial.number]] == ["FAIL"] * trial.number
