@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from profiler.cases.case import Case, Rates, cell_case, forward_flops
-from profiler.cases.doubt import faster
 from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import FLUSH_BYTES, TorchBackend
 from profiler.errors import RoutePackError
@@ -159,9 +158,10 @@ def both_looks(first: Mapping[str, Any], second: Mapping[str, Any], kind: str) -
     On a CPU, where disturbances only add time, the faster look is kept. A GPU's clocks also boost: there the faster one
     would be too fast in the mean, and the repeats of both are pooled.
     """
-    if kind == "cpu" or first["status"] != "ok" or second["status"] != "ok":
-        return faster(first, second)
-    return {**first, **second, **times_of([*first["repeats_us"], *second["repeats_us"]])}
+    timed = [row for row in (first, second) if row["status"] == "ok"]
+    if kind == "cuda" and len(timed) == 2:
+        return {**first, **second, **times_of([*first["repeats_us"], *second["repeats_us"]])}
+    return dict(min(timed, key=lambda row: row["time_us"], default=second))
 
 
 def _status(error: BaseException) -> str:
