@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -141,23 +142,18 @@ class _Pool:
     def cells(self, op: str, window: int = 0) -> list[Case]:
         """Return cells as the user's steps hold them, of one sequence, of equal sequences and of mixed lengths."""
         heads = self.spec.attention_heads(self.topology.tensor_model_parallel_size, op == "linear_attention")
-
-        def cell(pattern: str, lengths: tuple[int, ...]) -> Case:
-            return cell_case(op, pattern, lengths, heads, window)
-
-        def single(length: int) -> Case:
-            return cell("single", (length,))
+        cell = partial(cell_case, op, heads=heads, window=window)
 
         def mixed(total: int, part: int = MEDIAN_SHARES[0]) -> Case:
             return cell("mixed", mixed_lengths(total, total / part))
 
         label = f"window {window}" if window else "full attention" if op == "attention" else "linear attention"
-        longest = self.largest(f"{label}, tokens of one sequence", self.max_tokens, single)
+        longest = self.largest(f"{label}, tokens of one sequence", self.max_tokens, lambda n: cell("single", (n,)))
         most = self.largest(f"{label}, tokens of mixed lengths", self.max_tokens, mixed)
         if not longest or not most:
             return []
         cases = [cell(SEEN, lengths) for lengths in self.seen.cells]
-        cases += [single(length) for length in log_sizes(MIN_LENGTH, longest, FINE_SIZES)]
+        cases += [cell("single", (length,)) for length in log_sizes(MIN_LENGTH, longest, FINE_SIZES)]
         for length in log_sizes(MIN_LENGTH, max(1, longest // 2), SIZES):
 
             def even(count: int, length: int = length) -> Case:
@@ -178,23 +174,18 @@ class _Pool:
             shapes |= {*spec.feed_forward(spec.dense_intermediate_size, tensor)}
         most, cases = self.max_tokens // self.topology.context_parallel_size, []
         for n, k in sorted(shapes):
-
-            def gemm(tokens: int, n: int = n, k: int = k) -> Case:
-                return Case("dense", "", {"tokens": tokens, "n": n, "k": k})
-
-            cases += self._fine(f"{n} x {k}, tokens", most, gemm)
+            cases += self._fine(f"{n} x {k}, tokens", most, "dense", {"n": n, "k": k})
         return cases
 
     def router(self) -> list[Case]:
         routed = {name: getattr(self.spec, name) for name in ("hidden_size", "num_experts", "top_k")}
-
-        def route(tokens: int) -> Case:
-            return Case("router", "", {"tokens": tokens, **routed})
-
         # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
-        return self._fine("tokens of one rank", self.max_tokens // self.topology.ranks_per_slot, route)
+        return self._fine("tokens of one rank", self.max_tokens // self.topology.ranks_per_slot, "router", routed)
 
-    def _fine(self, what: str, most: int, build: Callable[[int], Case]) -> list[Case]:
+    def _fine(self, what: str, most: int, op: str, shape: dict[str, int]) -> list[Case]:
+        def build(tokens: int) -> Case:
+            return Case(op, "", {"tokens": tokens, **shape})
+
         afforded = self.largest(what, max(1, most), build)
         return [build(tokens) for tokens in log_sizes(1, afforded, FINE_SIZES)] if afforded else []
 
@@ -204,17 +195,13 @@ class _Pool:
         ranks = topology.expert_model_parallel_size
         local, inter = spec.num_experts // ranks, spec.moe_intermediate_size // topology.expert_tensor_parallel_size
         dtype = FLOAT8 if self.params.dtype == FLOAT8 else ""
-
-        def rank(pattern: str, counts: Iterable[int]) -> Case:
-            parts = tuple(int(count) for count in counts)
-            return experts_case(pattern, parts, spec.hidden_size, max(1, inter), spec.num_experts, dtype)
-
-        def even(rows: int) -> Case:
-            return rank("even", split_exactly(rows, np.ones(local)))
-
+        hidden, experts = spec.hidden_size, spec.num_experts
+        rank = partial(experts_case, hidden=hidden, inter=max(1, inter), num_experts=experts, dtype=dtype)
         block_rows = self.max_tokens * topology.slots_per_block * spec.top_k // topology.blocks_per_slot
         wanted = max(1, min(block_rows, round(block_rows / ranks * LOAD_FACTOR)))
-        afforded = self.largest("rows of one rank", wanted, even)
+        afforded = self.largest(
+            "rows of one rank", wanted, lambda rows: rank("even", split_exactly(rows, np.ones(local)))
+        )
         if not afforded:
             return []
         cases = [rank("empty", [0] * local), rank("sparse", [1] + [0] * (local - 1))]

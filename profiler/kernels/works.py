@@ -94,8 +94,6 @@ WORKS: dict[str, Callable[[Case, TorchBackend], Run]] = {
     "experts": experts_work,
 }
 """Torch's own, which take every case."""
-LOOPS = ("linear_attention",)
-"""Those that are a Python loop of small kernels, of which CUDA would only time the launches."""
 LIBRARIES = {
     # 256 is its widest head.
     "attention": Library(
@@ -133,7 +131,7 @@ def make_work(case: Case, backend: TorchBackend) -> Work:
                 "timed instead.",
                 stacklevel=2,
             )
-    if library and case.op in LOOPS and backend.kind == "cuda" and not backend.times_loops:
+    if library and case.op == "linear_attention" and backend.kind == "cuda" and not backend.times_loops:
         raise NotImplementedError(
             f"{case.op} on cuda needs {library.name}: torch's own is a Python loop, whose launches would be timed "
             "instead of the work. Install it, or set profile.time_loops."

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from profiler.cases.case import Case
 from profiler.cases.doubt import doubtful_cases
@@ -88,10 +90,6 @@ class Round:
         """The slowest rank's."""
         return max(self.times_us)
 
-    def is_fair(self, kind: str) -> bool:
-        """Whether all began close enough together."""
-        return self.skew_us <= self.limit_us(kind)
-
     def limit_us(self, kind: str) -> float:
         """Return how far apart ranks may begin."""
         return max(SKEW_US[kind], SKEW_SHARE * self.time_us)
@@ -119,45 +117,30 @@ def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: O
     observer.start(WHAT, len(cases))
     try:
         for case in cases:
-            rows = _known(case, journal)
-            known = all(row and (row["status"] == "ok" or not stage.params.retry_failed) for row in rows)
-            if not known:
-                rows = [time_exchange(stage, case, way) for way in _ways(case)]
-                with stage.ranks.together():
-                    journal.add(rows=rows)
-            observer.advance(WHAT, "done before" if known else _message(rows[0]))
+            if journal.is_done(case, DTYPE, stage.params):
+                observer.advance(WHAT, "done before")
+                continue
+            rows = [time_exchange(stage, case, way) for way in case.directions]
+            with stage.ranks.together():
+                journal.add(rows=rows)
+            told = f"{rows[0]['time_us'] / 1e3:.2f} ms" if rows[0]["status"] == "ok" else rows[0]["status"]
+            observer.advance(WHAT, f"{case.op} {case.features['bytes']} bytes: {told}")
     finally:
         observer.finish(WHAT)
     for look in range(2, MAX_LOOKS + 1):
         doubts = doubtful_cases(journal.rows.values())
         for case in cases:
-            first = _known(case, journal)
+            first = journal.known(case, DTYPE)
             if any(row["case_id"] in doubts and row.get("looks", 1) < look for row in first):
-                rows = [time_exchange(stage, case, way) for way in _ways(case)]
+                rows = [time_exchange(stage, case, way) for way in case.directions]
                 both = [both_looks(*looks, stage.backend.kind) for looks in zip(first, rows, strict=True)]
                 with stage.ranks.together():
                     journal.add(rows=[row | {"looks": look} for row in both])
 
 
-def _ways(case: Case) -> tuple[str, ...]:
-    # An expert moves once; an exchange has its reverse in the backward pass.
-    return DIRECTIONS[:1] if case.op == "transfer" else DIRECTIONS
-
-
-def _known(case: Case, journal: Journal) -> list[dict[str, Any]]:
-    """Return the rows of a case, empty ones where it was not timed yet."""
-    return [journal.rows.get(case.case_id(way, DTYPE), {}) for way in _ways(case)]
-
-
-def _message(row: dict[str, Any]) -> str:
-    told = f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"]
-    return f"{row['op']} {row['bytes']} bytes: {told}"
-
-
 def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
     """Return one row, the same on every rank."""
-    row: dict[str, Any] = {"case_id": case.case_id(direction, DTYPE), "op": case.op, "direction": direction}
-    row |= {"source": "measured", "dtype": DTYPE, "pattern": case.pattern, **case.features}
+    row = case.row(direction, DTYPE)
     move, failure = _agreed_move(stage, case, direction)
     if move is None:
         return row | failure
@@ -168,7 +151,7 @@ def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
     found = {"status": "failed", "message": "The bytes that came are not those that were sent."}
     if all(stage.ranks.gather(right)):
         found = summary(stage, case, rounds, move)
-    stage.backend.release()
+    torch.cuda.empty_cache()
     return row | {"kernel": move.kernel} | found
 
 
@@ -185,14 +168,11 @@ def _agreed_move(stage: Stage, case: Case, direction: str) -> tuple[Move | None,
     if failure is None:
         return move, {}
     del move
-    stage.backend.release()
+    torch.cuda.empty_cache()
     return None, failure
 
 
 def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
-    import torch
-    import torch.distributed as dist
-
     size = case.features.get("ranks", stage.ranks.size)
     own, device = stage.ranks.rank % size, stage.backend.device
     active, kernel = tuple(range(stage.ranks.size)), "all_to_all_single"
@@ -217,10 +197,8 @@ def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
 
     def is_right() -> bool:
         """Look at the first and the last byte from every sender."""
-        ends = np.cumsum(from_each)
-        edges = [(sender, end) for sender, end in enumerate(ends.tolist()) if from_each[sender]]
-        picked = [position for sender, end in edges for position in (end - from_each[sender], end - 1)]
-        return bool(received[picked].tolist() == [sender % 256 for sender, _ in edges for _ in range(2)])
+        came = enumerate(received.split(from_each))
+        return all(part[[0, -1]].tolist() == [sender % 256] * 2 for sender, part in came if len(part))
 
     transport = "nccl" if stage.backend.kind == "cuda" else "gloo"
     return Move(run, is_right, active, f"{transport} {kernel}")
@@ -229,7 +207,7 @@ def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
 def _rounds(stage: Stage, move: Move) -> list[Round]:
     """Return the timed rounds, dropped ones included, after warming up until two agree."""
     offsets, began = stage.ranks.clock_offsets(), time.perf_counter()
-    params, budget_s = stage.params, stage.params.max_case_seconds / len(DIRECTIONS)
+    params, kind, budget_s = stage.params, stage.backend.kind, stage.params.max_case_seconds / len(DIRECTIONS)
     previous = float("inf")
     for _ in range(MAX_WARM_UP):
         warm = time_round(stage, move, offsets, began)
@@ -242,7 +220,7 @@ def _rounds(stage: Stage, move: Move) -> list[Round]:
         if fair >= params.min_repeats and rounds[-1].spent_s > budget_s:
             break
         rounds.append(time_round(stage, move, offsets, began))
-        fair += rounds[-1].is_fair(stage.backend.kind)
+        fair += rounds[-1].skew_us <= rounds[-1].limit_us(kind)
     return rounds
 
 
@@ -259,32 +237,25 @@ def time_round(stage: Stage, move: Move, offsets: list[float], began: float) -> 
             if on_gpu:
                 # Nothing waits between this flush and the run, so that the run's launches hide behind it.
                 backend.flush()
-                _device_barrier(stage)
+                # In the device's own order: what the hosts' barrier leaves of a skew is over before the first event.
+                dist.all_reduce(torch.zeros(1, device=backend.device), group=ranks.group(ranks.size))
             started = time.perf_counter()
             if ranks.rank in move.active:
-                elapsed_us = backend.elapsed_us(move.run)
+                elapsed_us = backend.timed(move.run)[0]
         except Exception as error:
             reason = f"An exchange broke off on rank {ranks.rank}: {first_line(error)}."
             raise RoutePackError(f"{reason} Run the same command again: it continues.") from error
-    seen = ranks.gather_numbers([started, elapsed_us, time.perf_counter() - began])
+    seen = ranks.gather([started, elapsed_us, time.perf_counter() - began])
     starts = {rank: seen[rank][0] - offsets[rank] for rank in move.active}
     latest = max(starts, key=lambda rank: starts[rank])
     skew_us = (starts[latest] - min(starts.values())) * 1e6
     return Round(tuple(seen[rank][1] for rank in move.active), skew_us, latest, seen[0][2])
 
 
-def _device_barrier(stage: Stage) -> None:
-    # In the device's own order: what the hosts' barrier leaves of a skew is over before the first event.
-    import torch
-    import torch.distributed as dist
-
-    dist.all_reduce(torch.zeros(1, device=stage.backend.device), group=stage.ranks.group(stage.ranks.size))
-
-
 def summary(stage: Stage, case: Case, rounds: list[Round], move: Move) -> dict[str, Any]:
     """Return status, times and skew of one case from its rounds."""
     kind = stage.backend.kind
-    kept = [one for one in rounds if one.is_fair(kind)]
+    kept = [one for one in rounds if one.skew_us <= one.limit_us(kind)]
     worst = max(rounds, key=lambda one: one.skew_us)
     late = (
         f"{len(rounds) - len(kept)} of {len(rounds)} rounds dropped: rank {worst.latest} began up to "

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from profiler.cases.case import Case, forward_flops
 from profiler.cases.operations import DIRECTIONS
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
@@ -65,22 +67,6 @@ def relative_times(times: Sequence[dict[str, float]]) -> list[float]:
     return [statistics.median(one[row_id] / middle[row_id] for row_id in shared) if shared else 1.0 for one in times]
 
 
-def describe_rank(ranks: Ranks, fingerprint: DeviceFingerprint) -> dict[str, Any]:
-    """Return what names this rank's device: host, device and, of a GPU, its number, UUID and PCI address."""
-    facts: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host, "node": ranks.rank // ranks.per_node}
-    facts |= {"device": fingerprint.name, "speed": 1.0}
-    if fingerprint.kind != "cuda":
-        return facts
-    import torch
-
-    index = torch.cuda.current_device()
-    card = torch.cuda.get_device_properties(index)
-    # Not every build of torch tells the address.
-    parts = [getattr(card, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
-    known = "{:04x}:{:02x}:{:02x}".format(*parts) if min(parts) >= 0 else ""
-    return facts | {"gpu": index, "uuid": str(card.uuid), "pci": known}
-
-
 def warn_of_slow_ranks(described: Sequence[dict[str, Any]]) -> None:
     """Name every rank whose ``speed`` says that it takes longer than the others by more than the limit."""
     for one in described:
@@ -94,14 +80,16 @@ def warn_of_slow_ranks(described: Sequence[dict[str, Any]]) -> None:
 
 
 def check_alike(ranks: Ranks, fingerprint: DeviceFingerprint, question: str) -> list[dict[str, Any]]:
-    """Return who the ranks are, each with its ``fingerprint``, after seeing that all ask the same of like devices.
-
-    Raises
-    ------
-    RoutePackError
-        If a rank has another device, shares its GPU with another, or was started with other settings.
-    """
-    own = describe_rank(ranks, fingerprint) | {"fingerprint": fingerprint.to_dict(), "question": question}
+    """Return who the ranks are, each with its ``fingerprint``, after seeing that all ask the same of like devices."""
+    own: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host, "node": ranks.rank // ranks.per_node, "speed": 1.0}
+    own |= {"device": fingerprint.name, "fingerprint": fingerprint.to_dict(), "question": question}
+    if fingerprint.kind == "cuda":
+        index = torch.cuda.current_device()
+        card = torch.cuda.get_device_properties(index)
+        # Not every build of torch tells the address.
+        parts = [getattr(card, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+        known = "{:04x}:{:02x}:{:02x}".format(*parts) if min(parts) >= 0 else ""
+        own |= {"gpu": index, "uuid": str(card.uuid), "pci": known}
     listed = ranks.gather(own)
     first, wanted = listed[0], DeviceFingerprint.from_dict(listed[0]["fingerprint"])
     cards: dict[tuple[str, str], int] = {}

@@ -51,9 +51,9 @@ class Recorder:
     def flush(self):
         self.calls.append("flush")
 
-    def elapsed_us(self, run):
+    def timed(self, run):
         self.calls.append("timed")
-        return 1.0
+        return 1.0, None
 
     def group(self, size):
         return None
@@ -61,8 +61,8 @@ class Recorder:
     def together(self):
         return contextlib.nullcontext()
 
-    def gather_numbers(self, numbers):
-        return [numbers]
+    def gather(self, value):
+        return [value]
 
     def agree(self, value):
         return value
