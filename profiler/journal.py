@@ -4,8 +4,8 @@ A folder belongs to one device, model, type and thread count: its header says wh
 refused. Only rank 0 writes, under an exclusive lock; the other ranks hold the same in memory. A last line cut short by
 a kill is dropped.
 
-Lines are JSON objects with one key: ``header``, ``rows`` (of one case), ``anchor``, ``session`` (how one run went),
-``round`` (what one round of cases gained) or ``speeds`` (every rank's times of the cases by which ranks are compared).
+Lines are JSON objects with one key: ``header``, ``rows`` (of one case), ``anchor``, ``session`` (how one run went) or
+``round`` (what one round of cases gained).
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class Journal:
         self.anchors: list[dict[str, Any]] = []
         self.sessions: list[dict[str, Any]] = []
         self.rounds: list[dict[str, Any]] = []
-        self.speeds: list[dict[str, float]] = []
-        """Times by row id, one mapping a rank."""
         self._stream: IO[bytes] | None = None
         if folder:
             self._lock = FileLock(folder / LOCK_NAME)
@@ -98,8 +96,8 @@ class Journal:
         ((kind, value),) = line.items()
         if kind == "rows":
             self.rows |= {row["case_id"]: row for row in value}
-        elif kind in ("header", "speeds"):
-            setattr(self, kind, value)
+        elif kind == "header":
+            self.header = value
         else:
             getattr(self, f"{kind}s").append(value)
 

@@ -81,7 +81,7 @@ def profile_device(
                 if first:
                     ComputeSweep(design, backend, params, journal, observer).run(chooser)
             if ranks.size > 1:
-                times = relative_times(time_speeds(stage, speed_cases(design.cases), journal))
+                times = relative_times(time_speeds(stage, speed_cases(design.cases)))
                 described = [one | {"speed": time} for one, time in zip(described, times, strict=True)]
                 most_bytes = _most_bytes(journal, stage, rates)
                 cases, limits = design_exchanges(spec, topology, max_tokens, params, sizes, ranks.per_node, most_bytes)

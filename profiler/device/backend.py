@@ -7,7 +7,6 @@ import ctypes
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -157,17 +156,17 @@ class TorchBackend:
         """Name the longest device kernels of one run and their number; no names where torch's profiler cannot tell."""
         from torch.profiler import ProfilerActivity, profile
 
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Its notices would break a progress bar.
         try:
-            with _quiet_stderr():
-                trace = profile(activities=[ProfilerActivity.CUDA])
-                trace.start()
+            trace = profile(activities=[ProfilerActivity.CUDA])
+            trace.start()
         except (RuntimeError, AssertionError):
             return "", 0.0, None
         names: list[str] = []
         try:
             elapsed, kept = self.timed(run)
         finally:
-            with _quiet_stderr(), contextlib.suppress(RuntimeError, AttributeError):
+            with contextlib.suppress(RuntimeError, AttributeError):
                 trace.stop()
                 events = [event for event in trace.key_averages() if "CUDA" in str(event.device_type)]
                 events.sort(key=lambda event: -event.self_device_time_total)
@@ -203,17 +202,3 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    # The profiler's library writes notices to file descriptor 2, in the middle of a progress bar.
-    sys.stderr.flush()
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)

@@ -33,7 +33,7 @@ from profiler.files import file_hash
 from profiler.measurements import SCHEMA_VERSION, Measurements
 from profiler.params import EXCHANGES, FLOAT8
 from profiler.published.routing_counts import rank_zero_rows
-from profiler.published.tables import PublishedFolder, find_tables, read_system, read_table
+from profiler.published.tables import find_tables, read_system, read_table
 
 SIXTEEN_BIT = ("float16", "bfloat16", "half")
 UNITS_BY_NAME = {"A100": 108, "H100": 132, "H200": 132}
@@ -63,22 +63,23 @@ def import_published(folder: Path | str, exchange: str = "nccl") -> Measurements
     """
     if exchange not in EXCHANGES:
         raise RoutePackError(f"Unknown exchange {exchange!r}: expected {' or '.join(EXCHANGES)}.")
-    found = find_tables(Path(folder), exchange)
+    folder = Path(folder)
+    frameworks, tables = find_tables(folder, exchange)
     parts, device = [], ""
     for table, (op, reader) in READERS.items():
-        if table in found.tables:
-            raw = read_table(found.tables[table])
+        if table in tables:
+            raw = read_table(tables[table])
             device = raw["device"].min() if table == "moe_perf" else device
             # A step counts tokens that lie in the cache already: training has none.
             part = reader(raw[raw["step"] == 0] if "step" in raw else raw)
-            _check_unit(found.tables[table], op, part)
+            _check_unit(tables[table], op, part)
             told = part[["dtype", *OPERATIONS[op].features]].to_dict("records")
             ids = [case_id(op, "forward", row["dtype"], row) for row in told]
             parts.append(part.assign(case_id=ids, op=op, direction="forward", status="ok", source="published"))
     rows = pd.concat(parts, ignore_index=True)
     if rows.empty:
-        raise RoutePackError(f"The tables of {found.folder} hold no 16-bit rows: nothing to import.")
-    return Measurements.from_rows(rows, _meta(found, device))
+        raise RoutePackError(f"The tables of {folder} hold no 16-bit rows: nothing to import.")
+    return Measurements.from_rows(rows, _meta(folder, frameworks, tables, device))
 
 
 def _rows(raw: pd.DataFrame, dtype: Any, **columns: Any) -> pd.DataFrame:
@@ -203,8 +204,8 @@ READERS: dict[str, tuple[str, Callable[[pd.DataFrame], pd.DataFrame]]] = {
 """Operation and reader of every table."""
 
 
-def _meta(found: PublishedFolder, device: str) -> dict[str, Any]:
-    system = read_system(found.folder)
+def _meta(folder: Path, frameworks: list[str], tables: dict[str, Path], device: str) -> dict[str, Any]:
+    system = read_system(folder)
     gpu, node = system.get("gpu", {}), system.get("node", {})
     bandwidth = node.get("intra_node_bw")
     fingerprint = DeviceFingerprint(
@@ -216,7 +217,7 @@ def _meta(found: PublishedFolder, device: str) -> dict[str, Any]:
         memory_gib=round(gpu.get("mem_capacity", 0) / GIB),
         interconnect=f"{bandwidth / 1e9:.0f} GB/s" if bandwidth else "",
         ranks_per_node=int(node.get("num_gpus_per_node", 1)),
-        software={"tables": found.framework},
+        software={"tables": frameworks[0]},
         origin="published",
     )
     return {
@@ -231,9 +232,9 @@ def _meta(found: PublishedFolder, device: str) -> dict[str, Any]:
             "package": "aiconfigurator",
             "license": "Apache-2.0",
             "copyright": "NVIDIA CORPORATION & AFFILIATES",
-            "tables": found.framework,
-            "passed_over": list(found.passed_over),
-            "files": {str(path.relative_to(found.folder)): file_hash(path) for path in sorted(found.tables.values())},
+            "tables": frameworks[0],
+            "passed_over": frameworks[1:],
+            "files": {str(path.relative_to(folder)): file_hash(path) for path in sorted(tables.values())},
             "note": "Forward times of one GPU; power-law rows carry expected, not actual, rows per expert.",
         },
     }

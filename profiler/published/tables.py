@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +34,11 @@ RENAMED = {"wideep_deepep_normal_perf": "deepep_normal_perf"}
 TEXT = {"device", "kernel_source", "op_name", "distribution"}
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedFolder:
-    """The tables chosen in one GPU's folder."""
+def find_tables(folder: Path, exchange: str) -> tuple[list[str], dict[str, Path]]:
+    """Return the framework versions with expert timings, that to read first, and its tables (``moe_perf`` ...) by name.
 
-    folder: Path
-    framework: str
-    """Framework and version whose kernels were timed, as ``trtllm-1.2.0rc5``."""
-    tables: dict[str, Path]
-    """Table name (``moe_perf`` ...) to its file."""
-    passed_over: tuple[str, ...]
-    """Other frameworks and versions with expert timings that were not read."""
-
-
-def find_tables(folder: Path, exchange: str) -> PublishedFolder:
-    """Choose the tables of one framework version (trtllm before others, newest first) and the newest exchange table."""
+    trtllm comes before others and the newest first; the exchange's table is the newest of any framework.
+    """
     if not folder.is_dir():
         raise RoutePackError(f"Published timings not found: {folder} is not a folder.")
     sets = _table_sets(folder)
@@ -58,15 +47,14 @@ def find_tables(folder: Path, exchange: str) -> PublishedFolder:
         inside = sorted(child.name for child in folder.iterdir() if child.is_dir() and _table_sets(child))
         way_out = f"Give one GPU of it: {', '.join(inside)}." if inside else f"Expected {LAYOUT}."
         raise RoutePackError(f"{folder} holds no moe_perf table of published timings. {way_out}")
-    chosen, *others = with_experts
-    wanted = EXCHANGES[exchange]
-    tables = {name: path for name, path in sets[chosen].items() if name in KEY_COLUMNS.keys() - EXCHANGES.values()}
+    wanted, own = EXCHANGES[exchange], sets[with_experts[0]]
+    tables = {name: path for name, path in own.items() if name in KEY_COLUMNS.keys() - EXCHANGES.values()}
     networks = _newest_first(name for name in sets if wanted in sets[name])
     if networks:
         tables[wanted] = sets[networks[0]][wanted]
     elif exchange != "nccl":
         raise RoutePackError(f"{folder} holds no {wanted} table. Import with exchange nccl.")
-    return PublishedFolder(folder, chosen, tables, tuple(others))
+    return with_experts, tables
 
 
 def _table_sets(folder: Path) -> dict[str, dict[str, Path]]:

@@ -77,22 +77,16 @@ class Move:
 class Round:
     """One round as all ranks saw it."""
 
-    times_us: tuple[float, ...]
-    """Of the ranks that took part, in order."""
+    time_us: float
+    """The slowest rank's."""
+    slowest: int
     skew_us: float
+    limit_us: float
+    """How far apart ranks may begin."""
     latest: int
     """Rank that began last."""
     spent_s: float
     """Time since the case began, by rank 0's clock."""
-
-    @property
-    def time_us(self) -> float:
-        """The slowest rank's."""
-        return max(self.times_us)
-
-    def limit_us(self, kind: str) -> float:
-        """Return how far apart ranks may begin."""
-        return max(SKEW_US[kind], SKEW_SHARE * self.time_us)
 
 
 def measure_links(stage: Stage, sizes: list[int]) -> dict[str, float]:
@@ -150,7 +144,7 @@ def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
         right = move.is_right()
     found = {"status": "failed", "message": "The bytes that came are not those that were sent."}
     if all(stage.ranks.gather(right)):
-        found = summary(stage, case, rounds, move)
+        found = summary(stage, case, rounds)
     torch.cuda.empty_cache()
     return row | {"kernel": move.kernel} | found
 
@@ -207,7 +201,7 @@ def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
 def _rounds(stage: Stage, move: Move) -> list[Round]:
     """Return the timed rounds, dropped ones included, after warming up until two agree."""
     offsets, began = stage.ranks.clock_offsets(), time.perf_counter()
-    params, kind, budget_s = stage.params, stage.backend.kind, stage.params.max_case_seconds / len(DIRECTIONS)
+    params, budget_s = stage.params, stage.params.max_case_seconds / len(DIRECTIONS)
     previous = float("inf")
     for _ in range(MAX_WARM_UP):
         warm = time_round(stage, move, offsets, began)
@@ -220,7 +214,7 @@ def _rounds(stage: Stage, move: Move) -> list[Round]:
         if fair >= params.min_repeats and rounds[-1].spent_s > budget_s:
             break
         rounds.append(time_round(stage, move, offsets, began))
-        fair += rounds[-1].skew_us <= rounds[-1].limit_us(kind)
+        fair += rounds[-1].skew_us <= rounds[-1].limit_us
     return rounds
 
 
@@ -249,42 +243,39 @@ def time_round(stage: Stage, move: Move, offsets: list[float], began: float) -> 
     starts = {rank: seen[rank][0] - offsets[rank] for rank in move.active}
     latest = max(starts, key=lambda rank: starts[rank])
     skew_us = (starts[latest] - min(starts.values())) * 1e6
-    return Round(tuple(seen[rank][1] for rank in move.active), skew_us, latest, seen[0][2])
+    slowest = max(move.active, key=lambda rank: seen[rank][1])
+    limit_us = max(SKEW_US[backend.kind], SKEW_SHARE * seen[slowest][1])
+    return Round(seen[slowest][1], slowest, skew_us, limit_us, latest, seen[0][2])
 
 
-def summary(stage: Stage, case: Case, rounds: list[Round], move: Move) -> dict[str, Any]:
+def summary(stage: Stage, case: Case, rounds: list[Round]) -> dict[str, Any]:
     """Return status, times and skew of one case from its rounds."""
-    kind = stage.backend.kind
-    kept = [one for one in rounds if one.skew_us <= one.limit_us(kind)]
+    kept = [one for one in rounds if one.skew_us <= one.limit_us]
     worst = max(rounds, key=lambda one: one.skew_us)
     late = (
         f"{len(rounds) - len(kept)} of {len(rounds)} rounds dropped: rank {worst.latest} began up to "
-        f"{worst.skew_us:.0f} us late (limit {worst.limit_us(kind):.0f})"
+        f"{worst.skew_us:.0f} us late (limit {worst.limit_us:.0f})"
     )
     if len(kept) < stage.params.min_repeats:
-        skew = statistics.median(one.skew_us for one in rounds)
-        return {"status": "failed", "message": late, "skew_us": skew, "rank": worst.latest}
-    times = times_of([one.time_us for one in kept])
-    slowest = statistics.mode(move.active[int(np.argmax(one.times_us))] for one in kept)
-    skew = statistics.median(one.skew_us for one in kept)
-    found: dict[str, Any] = {"skew_us": skew, "rank": slowest}
-    impossible = above_link(stage, case, times["time_us"])
-    if impossible:
+        skew_us = statistics.median(one.skew_us for one in rounds)
+        return {"status": "failed", "message": late, "skew_us": skew_us, "rank": worst.latest}
+    times, skew_us = times_of([one.time_us for one in kept]), statistics.median(one.skew_us for one in kept)
+    found = {"skew_us": skew_us, "rank": statistics.mode(one.slowest for one in kept)}
+    if impossible := above_link(stage, case, times["time_us"]):
         return found | {"status": "failed", "message": impossible}
     return found | {"status": "ok", "message": late if len(kept) < len(rounds) else "", **times}
 
 
 def above_link(stage: Stage, case: Case, time_us: float) -> str:
     """Return why a time cannot be true, where the rate of the links is known; else nothing."""
-    inside, between = link_rates(stage.fingerprint)
-    crossing, ranks = case.features["inter_bytes"], case.features.get("ranks", 2)
+    features, seconds = case.features, time_us * 1e-6
+    crossing, ranks = features["inter_bytes"], features.get("ranks", 2)
     # The busiest rank keeps its own share, at most 1 / ranks of an even split: what surely left it.
-    leaving = case.features["bytes"] * (ranks - 1) / ranks if case.pattern == "even" else 0
-    leaving = case.features["bytes"] if case.op == "transfer" else leaving
-    for moved, rate, what in ((leaving - crossing, inside, "inside a node"), (crossing, between, "between nodes")):
-        seen = moved / (time_us * 1e-6)
-        if rate and seen > LINK_SLACK * rate:
-            return f"{seen / 1e9:.0f} GB/s {what} cannot be: the links carry {rate / 1e9:.0f}."
+    share = 1.0 if case.op == "transfer" else (ranks - 1) / ranks if case.pattern == "even" else 0.0
+    moved = (share * features["bytes"] - crossing, crossing)
+    for rate, seen, what in zip(link_rates(stage.fingerprint), moved, ("inside a node", "between nodes"), strict=True):
+        if rate and seen > LINK_SLACK * rate * seconds:
+            return f"{seen / seconds / 1e9:.0f} GB/s {what} cannot be: the links carry {rate / 1e9:.0f}."
     return ""
 
 

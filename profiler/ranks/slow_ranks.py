@@ -1,6 +1,6 @@
 """Are all ranks alike? The same few cases on every rank: identical cards differ by several percent, a bad one by more.
 
-Their times stay out of the measurements, where one device's cases count once; the journal keeps them.
+Their times stay out of the measurements, where one device's cases count once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from profiler.cases.case import Case, forward_flops
-from profiler.cases.operations import DIRECTIONS
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
-from profiler.journal import Journal
 from profiler.ranks.collectives import Stage
 from profiler.ranks.ranks import Ranks
 from profiler.timer import time_case
@@ -37,26 +35,17 @@ def speed_cases(cases: Sequence[Case]) -> list[Case]:
     return chosen
 
 
-def time_speeds(stage: Stage, cases: Sequence[Case], journal: Journal) -> list[dict[str, float]]:
+def time_speeds(stage: Stage, cases: Sequence[Case]) -> list[dict[str, float]]:
     """Return every rank's times of the speed cases by row id; GPUs run at the same time, CPUs in turn."""
-    ranks, backend = stage.ranks, stage.backend
-    ids = {case.case_id(way, backend.dtype_name) for case in cases for way in DIRECTIONS}
-    known: list[dict[str, float]] = ranks.agree(journal.speeds)
-    # Compared only with what the others take now: one that lacks them makes all of them run again.
-    if len(known) == ranks.size and all(ids <= one.keys() for one in known):
-        return [{row_id: one[row_id] for row_id in ids} for one in known]
+    ranks, on_gpu = stage.ranks, stage.backend.kind == "cuda"
     best: dict[str, float] = {}
-    for _ in range(LAPS):
-        for turn in range(1 if backend.kind == "cuda" else ranks.size):
-            with ranks.together():
-                if backend.kind == "cuda" or turn == ranks.rank:
-                    for row in (row for case in cases for row in time_case(case, backend, stage.params)):
-                        if row["status"] == "ok":
-                            best[row["case_id"]] = min(row["time_us"], best.get(row["case_id"], float("inf")))
-    known = ranks.gather(best)
-    with ranks.together():
-        journal.add(speeds=known)
-    return known
+    for turn in range(LAPS if on_gpu else LAPS * ranks.size):
+        with ranks.together():
+            if on_gpu or turn % ranks.size == ranks.rank:
+                for row in (row for case in cases for row in time_case(case, stage.backend, stage.params)):
+                    if row["status"] == "ok":
+                        best[row["case_id"]] = min(row["time_us"], best.get(row["case_id"], float("inf")))
+    return ranks.gather(best)
 
 
 def relative_times(times: Sequence[dict[str, float]]) -> list[float]:
