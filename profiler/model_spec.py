@@ -243,10 +243,7 @@ def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
     """Return the spec of a shipped model by name, or of a ``config.json`` by path (relative to ``folder``).
 
-    Raises
-    ------
-    RoutePackError
-        If the name is unknown and no such file exists, or the file is not an MoE model's configuration.
+    RoutePackError if the name is unknown and no such file exists, or the file is not an MoE model's configuration.
     """
     if model in SHIPPED_MODELS:
         shipped = Path(__file__).with_name("models") / f"{model.lower()}.json"

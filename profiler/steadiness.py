@@ -45,7 +45,7 @@ SLOWDOWNS = {0x004: "the power cap", **FAULTS}
 """Those that cost time; idle, application clocks and display clocks are no faults."""
 
 
-def anchor_of(cases: tuple[Case, ...]) -> Case:
+def anchor_of(cases: Sequence[Case]) -> Case:
     """Return a dense case in the upper middle by size: long enough to time well, short enough to repeat."""
     dense = [case for case in cases if case.op == "dense"]
     dense.sort(key=lambda case: [case.features[name] for name in ("tokens", "n", "k")])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.cases.case import Rates, Seen
-from profiler.cases.design import RUNS_OUTSIDE_REPEATS, Chooser, design_cases, even_round
+from profiler.cases.design import RUNS_OUTSIDE_REPEATS, Chooser, Design, even_round
 from profiler.cases.doubt import DOUBT, doubtful_cases
 from profiler.compute_sweep import ComputeSweep
 from profiler.device.backend import TorchBackend
@@ -77,7 +77,7 @@ def profile_device(
         limits: list[dict[str, Any]] = []
         with watched(backend, journal):
             with ranks.together():
-                design = design_cases(spec, topology, max_tokens, params, rates, backend.dtype.itemsize, seen)
+                design = Design(spec, topology, max_tokens, params, rates, backend.dtype.itemsize, seen or Seen())
                 if first:
                     ComputeSweep(design, backend, params, journal, observer).run(chooser)
             if ranks.size > 1:

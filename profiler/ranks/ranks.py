@@ -96,18 +96,11 @@ class Ranks:
             dist.destroy_process_group()
 
     def _check_nodes(self) -> None:
-        listed = self.gather([self.per_node, self.local_rank])
-        sizes = sorted({per_node for per_node, _ in listed})
-        if len(sizes) > 1 or self.size % sizes[0]:
-            raise RoutePackError(
-                f"Nodes run different numbers of ranks ({', '.join(map(str, sizes))} of {self.size} in all). Start the "
-                "same --nproc-per-node on every node."
-            )
-        for rank, (per_node, local) in enumerate(listed):
-            if local != rank % per_node:
+        for rank, (per_node, local) in enumerate(self.gather([self.per_node, self.local_rank])):
+            if per_node != self.per_node or local != rank % per_node or self.size % per_node:
                 raise RoutePackError(
-                    f"Rank {rank} is number {local} on its node, expected {rank % per_node}: ranks must be numbered "
-                    "node by node, as torchrun does."
+                    f"Rank {rank} of {self.size} is number {local} of {per_node} on its node: all nodes must run as "
+                    "many, numbered node by node. Start torchrun with the same --nproc-per-node on every node."
                 )
 
     def barrier(self) -> None:

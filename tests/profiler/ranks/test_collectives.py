@@ -174,7 +174,7 @@ def test_nothing_waits_between_the_flush_and_an_exchange_on_a_gpu(monkeypatch, k
     dist = pytest.importorskip("torch.distributed", reason="torch is not installed")
     recorder = Recorder(kind)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: recorder.calls.append("device barrier"))
-    move = Move(lambda: None, lambda: True, (0,), "")
+    move = Move(lambda: None, (0,), "")
     one = time_round(Stage(recorder, recorder, PARAMS, CARD), move, [0.0], time.perf_counter())
     assert recorder.calls == expected
     assert (one.time_us, one.slowest, one.skew_us, one.latest) == (1.0, 0, 0.0, 0)
