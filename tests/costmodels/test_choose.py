@@ -12,7 +12,7 @@ from costmodels.choose import FIRST_POINTS, MORE_POINTS, KMeansChooser, batches,
 from costmodels.operations.catalog import OPERATIONS
 from profiler import ProfileParams, Topology, load_model
 from profiler.cases.case import Rates, Seen
-from profiler.cases.design import by_class, design_cases, points_by_class
+from profiler.cases.design import Design, by_class, points_by_class
 
 FAST = Rates(1e15, 1e15, 1e13, 1e-6, 1 << 40)
 SEEN = Seen(
@@ -31,7 +31,7 @@ print(*[case.case_id("forward", "") for case in first_round()])
 
 def pool(seen=None, model="Qwen3-30B-A3B"):
     topology = Topology(data_parallel_size=8, expert_model_parallel_size=8)
-    return design_cases(load_model(model), topology, 8192, ProfileParams(), FAST, 2, seen).cases
+    return Design(load_model(model), topology, 8192, ProfileParams(), FAST, 2, seen or Seen()).cases
 
 
 def first_round():
