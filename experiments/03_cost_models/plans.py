@@ -20,6 +20,7 @@ from records import CheckRecord
 
 from costmodels import CostModel, StepTables, freeze_tables, lookup_many_ns
 from costmodels.freezing.pricer import Pricer
+from costmodels.learned.residual import Residual
 from costmodels.tables import table_nodes
 from profiler import ModelSpec, Topology, load_model
 from routepack_tune import load_step_batch
@@ -96,10 +97,9 @@ def price(plan: Plan, tables: StepTables, work: Work) -> float:
 def without_trees(model: CostModel) -> CostModel:
     """Return the cost model with physics alone."""
     models = {
-        key: replace(one, seen=None, unseen=None, smooth=None, unseen_smooth=None, curves=None, mixes={},
-                     reasons=("residuals taken out",))
+        key: replace(one, known=Residual(), unseen=Residual(), mixes={}, reasons=("residuals taken out",))
         for key, one in model.models.items()
-    }  # fmt: skip
+    }
     return replace(model, models=models, tables=None, parity={})
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from costmodels import CostModel
-    from costmodels.learned.predictor import Predictor
+    from costmodels.learned.predictor import OperationModel
     from costmodels.learned.validation import HeldOut
     from profiler import Measurements
 
@@ -48,7 +48,6 @@ KINDS = {
 }
 LABELS = {
     "baseline": "fitted baseline",
-    "alone": "LightGBM alone",
     "lightgbm_alone": "LightGBM alone",
     "curve": "curve interpolation",
     "trees": "residual trees",
@@ -92,9 +91,8 @@ def colour_of(name: str, place: int = 0) -> str:
 
 def contestants(held_out: HeldOut) -> dict[str, np.ndarray]:
     """Return the predictions of every contestant that a validation holds, by name, the model last."""
-    found = {"baseline": held_out.baseline_us, "alone": held_out.alone_us, "curve": held_out.curve_us}
-    named = {contestant_label(key): predicted for key, predicted in found.items() if predicted is not None}
-    return named | {"model": held_out.model_us}
+    found = held_out.contestants()
+    return {contestant_label(key): us for key, us in found.items() if key not in ("trees", "smooth")}
 
 
 def error_lines(validation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -138,7 +136,7 @@ def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dic
         held_out = model.parity.get(f"{name}_{direction}")
         if held_out is None:
             continue
-        operation, size_N, shape_N = fitted.own.operation, None, None
+        operation, size_N, shape_N = fitted.operation, None, None
         parts = [batch.select(op=name, direction=direction, status="ok", flag="").rows for batch in measurements]
         columns = {key: np.concatenate([part[key] for part in parts]) for key in (*operation.features, "time_us")}
         good = np.logical_and.reduce([columns[key] > 0 for key in columns if key not in operation.zero_allowed])
@@ -169,7 +167,7 @@ def errors_by_shape(rows: HeldOutRows) -> pd.DataFrame:
     return rows.errors_pct().abs().groupby(rows.shape_N).mean().nlargest(MOST_SHAPES, "model")
 
 
-def gains(model: Predictor) -> dict[str, float]:
+def gains(model: OperationModel) -> dict[str, float]:
     """Return every tree input's share of the gain of all splits, in percent, the largest first; empty without trees.
 
     Of trees with linear leaves beside constant ones, the constant ones speak.
@@ -177,7 +175,7 @@ def gains(model: Predictor) -> dict[str, float]:
     import lightgbm
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-    trees = model.own.seen or model.own.unseen
+    trees = model.known.trees or model.unseen.trees
     if trees is None:
         return {}
     with threadpool_limits(1, user_api="openmp"):
@@ -289,7 +287,7 @@ def _errors(model: CostModel) -> list[Block]:
 
 def _operation(model: CostModel, name: str, direction: str, pictures: Mapping[str, Markup]) -> list[Block]:
     fitted = model.models[name, direction]
-    said = f"{fitted.own.rows} rows fitted, {fitted.own.flagged_rows} left out by the consistency flags; priced by "
+    said = f"{fitted.rows} rows fitted, {fitted.flagged_rows} left out by the consistency flags; priced by "
     words = " ".join([f"{said}{KINDS.get(fitted.kind, fitted.kind)}.", *(f"{reason}." for reason in fitted.reasons)])
     return [words, *(pictures.get(f"{name}-{direction}-{kind}", "") for kind in ("parity", "errors"))]
 

@@ -118,7 +118,7 @@ def fit_facts(model: CostModel) -> dict[str, Any]:
         "origin": model.fingerprint.origin,
         "data_hash": model.data_hash,
         **{f"fit.{name}": value for name, value in dataclasses.asdict(model.params).items()},
-        **{f"rows.{op}.{direction}": one.own.rows for (op, direction), one in model.models.items()},
+        **{f"rows.{op}.{direction}": one.rows for (op, direction), one in model.models.items()},
         **{f"kind.{op}.{direction}": one.kind for (op, direction), one in model.models.items()},
     }
 
@@ -141,12 +141,12 @@ def input_example(model: CostModel) -> pd.DataFrame:
     """Return one question per operation that was measured: sizes in the middle of a timed shape."""
     import pandas as pd
 
-    features = dict.fromkeys(name for one in model.models.values() for name in one.own.operation.features)
+    features = dict.fromkeys(name for one in model.models.values() for name in one.operation.features)
     rows = []
     for (op, direction), one in model.models.items():
-        shape, ranges = sorted(one.shapes.items())[len(one.shapes) // 2]
-        asked = {name: float(value) for name, value in zip(one.own.operation.shape, shape, strict=True)}
-        for name in one.own.operation.features:
+        shape, ranges = sorted(one.timed.items())[len(one.timed) // 2]
+        asked = {name: float(value) for name, value in zip(one.operation.shape, shape, strict=True)}
+        for name in one.operation.features:
             if name not in asked:
                 low, high = ranges.get(name, (0.0, 0.0))
                 asked[name] = float(np.rint(np.sqrt(low * high)))
@@ -161,7 +161,7 @@ def predict_frame(model: CostModel, asked: pd.DataFrame) -> pd.DataFrame:
     for name in ("op", "direction"):
         if name not in asked:
             raise RoutePackError(f"The input has no column {name!r}. Give op, direction and the operation's features.")
-    known = {name for one in model.models.values() for name in one.own.operation.features}
+    known = {name for one in model.models.values() for name in one.operation.features}
     if unknown := sorted(set(asked.columns) - known - {"op", "direction"}):
         raise RoutePackError(f"Unknown columns {unknown}. Features are {sorted(known)}.")
     time_us, extrapolated = np.full(len(asked), np.nan), np.zeros(len(asked), dtype=bool)

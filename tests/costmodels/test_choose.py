@@ -161,17 +161,12 @@ def test_only_operations_above_the_target_get_more_and_the_cap_ends_them(true_us
     assert {case.op for found in rounds[2:-1] for case in found.cases} == {"experts"}
 
 
-def test_priors_need_to_know_this_device(fitted):
-    with pytest.raises(ValueError, match="fingerprint"):
-        KMeansChooser(priors=[fitted])
-
-
 def test_a_prior_lowers_the_error_of_few_points(fitted, true_us):
     cases = [case for case in pool() if case.op == "experts"]
     first = KMeansChooser().next_round(cases, (), (), ProfileParams()).cases
     rows = [row for row in rows_of(first, true_us, 0.01) if row["direction"] == "forward"]
     alone = KMeansChooser().errors_pct(rows)["experts"]
-    joined = KMeansChooser(priors=[fitted], fingerprint=fitted.fingerprint).errors_pct(rows)["experts"]
+    joined = KMeansChooser(priors=[fitted], arch=fitted.fingerprint.arch).errors_pct(rows)["experts"]
     assert joined < alone
 
 
