@@ -13,7 +13,7 @@ from search.joint import plan_step
 from search.params import TUNABLE, PlannerParams, Range
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem, check_lengths
-from search.stop import FirstOf, GapBelow, MaxIterations, MaxRuntime, NoImprovement, StopCriterion
+from search.stop import StopCriterion
 from search.stream import StreamingPlanner
 from search.tuning.objective import BatchScore
 from search.tuning.study import run_study
@@ -24,11 +24,6 @@ __all__ = [
     "BatchScore",
     "DEFAULT_BASELINE",
     "Evaluation",
-    "FirstOf",
-    "GapBelow",
-    "MaxIterations",
-    "MaxRuntime",
-    "NoImprovement",
     "Plan",
     "PlannerParams",
     "Problem",

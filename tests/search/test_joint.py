@@ -16,11 +16,9 @@ from strategies import TOPOLOGIES, capped_packing, jobs, make_batch, make_spec, 
 from profiler import RoutePackError, Topology
 from search import (
     BASELINES,
-    FirstOf,
-    MaxIterations,
-    MaxRuntime,
     Plan,
     PlannerParams,
+    StopCriterion,
     build_problem,
     check_plan,
     evaluate,
@@ -277,18 +275,18 @@ def test_check_plan_names_what_is_broken():
 
 def test_a_guard_of_wall_time_that_is_far_leaves_the_plan_as_it_is():
     case = make_case(3, Topology(data_parallel_size=4, expert_model_parallel_size=4))
-    guarded = FirstOf((MaxIterations(20_000), MaxRuntime(3600)))
-    plain, plan = (plan_step(*case, SMALL, stop=stop) for stop in (MaxIterations(20_000), guarded))
+    guarded = StopCriterion(max_iterations=20_000, max_runtime=3600)
+    plain, plan = (plan_step(*case, SMALL, stop=stop) for stop in (StopCriterion(max_iterations=20_000), guarded))
     for name in ("row_N", "slot_N", "placement_LE"):
         assert (getattr(plan, name) == getattr(plain, name)).all()
 
 
 def test_more_budget_is_no_worse_and_runtime_stops():
     case = make_case(8, TOPOLOGIES[1], samples=60)
-    plan = plan_step(*case, SMALL, stop=MaxRuntime(0.2))
+    plan = plan_step(*case, SMALL, stop=StopCriterion(max_runtime=0.2))
     assert plan.provenance["stopped_by"] == "max_runtime"
-    short = plan_step(*case, SMALL, stop=MaxIterations(1))
-    long = plan_step(*case, SMALL, stop=MaxIterations(200_000))
+    short = plan_step(*case, SMALL, stop=StopCriterion(max_iterations=1))
+    long = plan_step(*case, SMALL, stop=StopCriterion(max_iterations=200_000))
     assert long.predicted.step_time_s <= short.predicted.step_time_s
 
 

@@ -11,8 +11,7 @@ from search import (
     BASELINES,
     SEARCH_BASELINES,
     SHOWN_BASELINES,
-    MaxIterations,
-    MaxRuntime,
+    StopCriterion,
     build_problem,
     evaluate,
     price_baseline,
@@ -269,7 +268,10 @@ def test_names_are_priced_and_refused():
         assert priced.step_ns > 0
         assert rows >= least_rows(problem)
     for solve in SEARCH_BASELINES.values():
-        first, again = (solve(problem, MaxIterations(500), seed=1) for _ in range(2))
+        first, again = (solve(problem, StopCriterion(max_iterations=500), seed=1) for _ in range(2))
         assert price_packing(problem, *first).step_ns == price_packing(problem, *again).step_ns > 0
         assert first[0][2] >= least_rows(problem)
-    assert price_packing(problem, *SEARCH_BASELINES["RoutePack"](problem, MaxRuntime(0.05), seed=1)).step_ns > 0
+    assert (
+        price_packing(problem, *SEARCH_BASELINES["RoutePack"](problem, StopCriterion(max_runtime=0.05), seed=1)).step_ns
+        > 0
+    )
