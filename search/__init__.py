@@ -1,4 +1,8 @@
-"""Find the plan: packing and placement of one optimizer step, and the settings of the search."""
+"""Find the plan: packing and placement of one optimizer step, and the settings of the search.
+
+Shape suffixes in this package: N samples, R rows, D DP slots, B EP blocks, U units (row x EP block), L MoE layers,
+E experts, P EP ranks, C attention classes, K nodes of a table. Where cells are meant, D counts those of all rows.
+"""
 
 from search.baselines.catalog import (
     BASELINES,

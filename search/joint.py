@@ -19,6 +19,7 @@ from costmodels import StepTables
 from profiler import ModelSpec, Observer, RoutePackError, Topology
 from search.bounds import lower_bound_ns
 from search.evaluate import evaluate
+from search.kernels import seed_state
 from search.packing.bins import pack_ffd
 from search.packing.packer import COLD, HOT, LEG_PROPOSALS, PackChain, pack_costs
 from search.packing.seeds import equalised, pack_balanced, pack_staircase
@@ -28,7 +29,6 @@ from search.placement.movement import Residence, list_moves, nearer_home, relabe
 from search.placement.placer import PLACEMENT_SHARE, LayerLoads, place_rows
 from search.plan import Plan, check_plan
 from search.problem import Problem, StepBatch, build_problem, least_rows
-from search.random_bits import seed_state
 from search.stop import StopCriterion
 
 SEEDS = (pack_balanced, pack_staircase)

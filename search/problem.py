@@ -1,7 +1,4 @@
-"""One optimizer step to plan: the sealed batch, its costs as integer arrays, and what is checked before any search.
-
-Shape suffixes: N samples, L MoE layers, E experts, C attention classes, D DP slots, B EP blocks, P EP ranks.
-"""
+"""One optimizer step to plan: the sealed batch, its costs as integer arrays, and what is checked before any search."""
 
 from __future__ import annotations
 

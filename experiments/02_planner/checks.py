@@ -22,9 +22,9 @@ from regimes import HERE, Instance, Regime, load_instance, load_tables, with_lay
 
 from search import Plan, PlannerParams
 from search.joint import SEEDS, row_candidates
+from search.kernels import seed_state
 from search.packing.packer import COLD, HOT, PackChain, pack_costs
 from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
-from search.random_bits import seed_state
 
 DRIFT_STEPS, DRIFT_SEEDS, DRIFT_BUDGET_S = 10, 2, 2.0
 SPEED_PROPOSALS = 1_000_000

@@ -25,7 +25,7 @@ import numpy as np
 from numba import njit
 
 from costmodels import lookup_ns
-from search.load_kernels import layer_time_ns, over_cap_ns
+from search.kernels import layer_time_ns, over_cap_ns
 
 
 class PackCosts(NamedTuple):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from search.kernels import random_below, random_threshold
 from search.packing.kernels import Move, fill_rows, move_apply, move_delta_ns, objective
-from search.random_bits import random_below, random_threshold
 
 RELOCATE, SIMILAR, WITHIN, TWO, CELLS, SAME_SLOT = range(1, 7)
 """Places in ``limits``, after the cap: the shares of moves, in 1/1024, and D where samples must stay on their DP slot

@@ -1,7 +1,6 @@
 """Pack samples into rows and slots under a fixed placement: state for the kernels and one annealing leg.
 
-Shape suffixes: N samples, L MoE layers, E experts, P EP ranks. A *cell* number here is ``unit * S + slot in block``
-with ``unit = row * B + block``, which equals ``row * D + slot``.
+A *cell* number here is ``unit * S + slot in block`` with ``unit = row * B + block``, which equals ``row * D + slot``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from search.load_kernels import sample_rank_rows
+from search.kernels import sample_rank_rows
 from search.packing.kernels import PackCosts, PackState, fill_state, objective
 from search.packing.moves import SHARES, anneal
 from search.problem import Problem

@@ -1,7 +1,4 @@
-"""Place experts for the rows of a given packing, layer by layer.
-
-Shape suffixes: N samples, U units (row x EP block), L MoE layers, E experts, P EP ranks.
-"""
+"""Place experts for the rows of a given packing, layer by layer."""
 
 from __future__ import annotations
 
@@ -9,11 +6,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from search.load_kernels import unit_expert_rows
+from search.kernels import seed_state, unit_expert_rows
 from search.placement.kernels import LayerCosts, fill_layer, improve_layer
 from search.placement.movement import Residence
 from search.problem import Problem
-from search.random_bits import seed_state
 
 HOT = 2e-3
 """First temperature, as a share of a layer's mean time in one (row, block); the last is a hundredth of it."""

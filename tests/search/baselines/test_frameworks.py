@@ -29,10 +29,10 @@ from search.baselines.frameworks import (
     rank_variation,
 )
 from search.baselines.relibra import anneal_totals, relibra_placement, smoothed_peak
+from search.kernels import seed_state
 from search.packing.bins import karmarkar_karp
 from search.placement.lpt import identity_placement, lpt_layer, lpt_placement, ranks_of_slots
 from search.problem import least_rows
-from search.random_bits import seed_state
 
 
 def make_problem(lengths, cap, topology=TOPOLOGIES[0], skew=1.0):

@@ -49,10 +49,10 @@ from search.baselines.routepack_seeds import (
     sketch_layout,
     windowed_order,
 )
+from search.kernels import seed_state
 from search.packing.bins import pack_ffd
 from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
 from search.problem import least_rows
-from search.random_bits import seed_state
 
 SMALL = RoutePackParams(population=4, seed_tries=2)
 

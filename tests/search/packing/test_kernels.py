@@ -8,14 +8,13 @@ from oracles import wall_ns_slow
 from strategies import problems, random_packing, random_placement, random_rows
 
 from search.evaluate import evaluate
-from search.load_kernels import sample_rank_rows
+from search.kernels import random_below, random_threshold, sample_rank_rows, seed_state
 from search.packing.kernels import fill_state, objective
 from search.packing.moves import anneal
 from search.packing.packer import pack_costs, pack_state
 from search.placement.kernels import LayerCosts, fill_layer, improve_layer, swap_apply, swap_delta_ns
 from search.placement.lpt import lpt_layer, placement_of_ranks, ranks_of_slots
 from search.placement.placer import LayerLoads
-from search.random_bits import random_below, random_threshold, seed_state
 
 
 def in_problem_order(costs, cell_of):
