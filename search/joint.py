@@ -28,7 +28,7 @@ from search.placement.lpt import first_ranks, identity_placement, placement_of_r
 from search.placement.movement import Residence, list_moves, nearer_home, relabelled, residence_of
 from search.placement.placer import PLACEMENT_SHARE, LayerLoads, place_rows
 from search.plan import Plan, check_plan
-from search.problem import Problem, StepBatch, build_problem, least_rows
+from search.problem import Problem, StepBatch, build_problem, no_packing, row_range
 from search.stop import StopCriterion
 
 SEEDS = (pack_balanced, pack_staircase)
@@ -161,15 +161,13 @@ def _check_job(problem: Problem, plan: Plan, rank_rows_RBPL: np.ndarray) -> None
 
 def row_candidates(problem: Problem, extra_rows: int) -> list[int]:
     """Return the numbers of rows worth trying: the least one, its neighbours and a few further off, ascending."""
-    least, multiple = least_rows(problem), problem.topology.row_multiple
-    most = problem.num_samples // problem.num_slots // multiple * multiple
-    if least > most:
+    rows = row_range(problem)
+    if not rows:
         raise RoutePackError(
             f"{problem.num_samples} samples cannot give each of {problem.num_slots} DP slots one sample in each of "
-            f"{least} rows. Collect more samples a step, or lower data_parallel_size."
+            f"{rows.start} rows. Collect more samples a step, or lower data_parallel_size."
         )
-    steps = [k for k in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24) if k <= extra_rows]
-    return sorted({min(least + k * multiple, most) for k in steps})
+    return sorted({rows[min(k, len(rows) - 1)] for k in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24) if k <= extra_rows})
 
 
 def _seed_packings(
@@ -189,17 +187,13 @@ def _seed_packings(
         best = min(chains, key=lambda chain: int(chain.best[0]), default=None)
         return None if best is None else (int(best.best[0]), rows, best.best_cell_of)
 
-    candidates, multiple = row_candidates(problem, params.extra_rows), problem.topology.row_multiple
-    most = problem.num_samples // problem.num_slots
+    candidates = row_candidates(problem, params.extra_rows)
     found = [result for result in pool.map(probe, candidates) if result is not None]
-    for rows in range(candidates[-1] + multiple, most + 1, multiple):
-        if not found and (result := probe(rows)) is not None:
+    for rows in row_range(problem):
+        if not found and rows > candidates[-1] and (result := probe(rows)) is not None:
             found = [result]
     if not found:
-        raise RoutePackError(
-            f"No packing under max_tokens_per_microbatch = {problem.max_tokens} without empty cells was found up to "
-            f"{most} rows x {problem.num_slots} slots. Raise the cap or lower data_parallel_size."
-        )
+        raise no_packing(problem)
     return [(rows, cell_of) for _, rows, cell_of in sorted(found, key=lambda result: result[:2])]
 
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from profiler import RoutePackError
 from search.evaluate import rank_loads
 from search.packing.bins import Bins, Packing, cells_of_bins, fill_bins, first_fit_decreasing, karmarkar_karp
 from search.placement.lpt import identity_placement, lpt_layer, lpt_placement
-from search.problem import Problem
+from search.problem import Problem, no_packing
 
 CV_DROP = 0.08
 """MindSpeed's default for ``--fine-grained-expert-placement-thre``."""
@@ -61,7 +60,7 @@ def pack_mffd(problem: Problem) -> Packing:
     while len(bins) % (problem.num_slots * problem.topology.row_multiple):
         donor = max(range(len(bins)), key=lambda k: (len(bins[k]), -k))
         if len(bins[donor]) < 2:
-            raise _too_few_samples(problem)
+            raise no_packing(problem)
         bins.append([bins[donor].pop()])
     return cells_of_bins(bins, problem)
 
@@ -79,7 +78,7 @@ def pack_verl(problem: Problem, weights: np.ndarray) -> Packing:
         bins_DR = [[rank[b].tolist() for b in karmarkar_karp(weights[rank], rows)] for rank in ranks]
         if all(b and problem.lengths[b].sum() <= problem.max_tokens for bins in bins_DR for b in bins):
             return _cells_of_ranks([_small_ends(bins, weights) for bins in bins_DR], problem)
-    raise _too_few_samples(problem)
+    raise no_packing(problem)
 
 
 def _small_ends(bins: Bins, weights: np.ndarray) -> Bins:
@@ -122,20 +121,13 @@ def pack_areal(problem: Problem) -> Packing:
         if most == rows and all(all(bins) for bins in bins_DR):
             return _cells_of_ranks(bins_DR, problem)
         if most > min(map(len, ranks)):
-            raise _too_few_samples(problem)
+            raise no_packing(problem)
         rows = max(most, rows)
 
 
 def _cells_of_ranks(bins_DR: list[Bins], problem: Problem) -> Packing:
     """Return the packing in which microbatch r of DP rank d is ``bins_DR[d][r]``."""
     return cells_of_bins([cell for row in zip(*bins_DR, strict=True) for cell in row], problem)
-
-
-def _too_few_samples(problem: Problem) -> RoutePackError:
-    return RoutePackError(
-        f"{problem.num_samples} samples on {problem.num_slots} DP slots: no equal number of microbatches a slot keeps "
-        f"the cap of {problem.max_tokens} tokens without an empty one. Raise the cap or lower data_parallel_size."
-    )
 
 
 def mindspeed_placement(problem: Problem, cv_drop: float = CV_DROP) -> np.ndarray:

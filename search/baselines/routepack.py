@@ -17,13 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profiler import RoutePackError
 from search.baselines.routepack_kernels import ProxyCosts, ProxyState, fill_proxy_state, layout_score, swap_chain
 from search.baselines.routepack_seeds import drop_near_duplicates, seed_layouts, sketch_directions, sketch_layout
 from search.kernels import sample_rank_rows, seed_state
 from search.packing.bins import Packing, pack_ffd
 from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
-from search.problem import Problem, least_rows
+from search.problem import Problem, no_packing, row_range
 from search.stop import StopCriterion
 
 OPEN_INSTRUCT_PROPOSALS = 1024
@@ -150,8 +149,7 @@ def _population(
 ) -> tuple[list[SwapChain], int]:
     """Return chains that start from the best layouts without near-duplicates, in the fewest rows that pack."""
     attention, shares = attention_proxy(problem)[:, None], (params.attention_share, 1.0 - params.attention_share)
-    most = problem.num_samples // problem.num_slots
-    for rows in range(least_rows(problem), most + 1, problem.topology.row_multiple):
+    for rows in row_range(problem):
         costs = proxy_costs(problem, rank_LE, rows, attention, shares, params.similar_share)
         layouts = list(seed_layouts(problem, costs, rows, rng, params.seed_tries))
         if layouts:
@@ -161,10 +159,7 @@ def _population(
             kept = drop_near_duplicates(sketches, params.duplicate_distance)[: params.population]
             starts = [states[kept[k % len(kept)]].cell_of for k in range(params.population)]
             return [SwapChain(problem, costs, one, rows, seed_state(seed, k)) for k, one in enumerate(starts)], rows
-    raise RoutePackError(
-        f"No packing under the cap of {problem.max_tokens} tokens without empty cells was found up to "
-        f"{most} rows. Raise the cap or lower data_parallel_size."
-    )
+    raise no_packing(problem)
 
 
 def _anneal_population(

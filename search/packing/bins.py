@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 
 from profiler import RoutePackError
-from search.problem import Problem, least_rows
+from search.problem import Problem, no_packing, row_range
 
 Bins = list[list[int]]
 Packing = tuple[np.ndarray, np.ndarray, int]
@@ -124,12 +124,8 @@ def pack_karmarkar_karp(problem: Problem, weights: np.ndarray) -> Packing:
 
     Cells are dealt to rows by falling weight, as slime's balanced deal does.
     """
-    slots = problem.num_slots
-    for rows in range(least_rows(problem), problem.num_samples // slots + 1, problem.topology.row_multiple):
-        bins = karmarkar_karp(weights, rows * slots)
+    for rows in row_range(problem):
+        bins = karmarkar_karp(weights, rows * problem.num_slots)
         if all(bins) and max(int(problem.lengths[b].sum()) for b in bins) <= problem.max_tokens:
             return cells_of_bins(bins, problem, weights)
-    raise RoutePackError(
-        f"Karmarkar-Karp finds no packing under the cap of {problem.max_tokens} tokens without empty cells. "
-        "Raise the cap or lower data_parallel_size."
-    )
+    raise no_packing(problem)

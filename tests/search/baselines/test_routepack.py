@@ -52,7 +52,7 @@ from search.baselines.routepack_seeds import (
 from search.kernels import seed_state
 from search.packing.bins import pack_ffd
 from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
-from search.problem import least_rows
+from search.problem import row_range
 
 SMALL = RoutePackParams(population=4, seed_tries=2)
 
@@ -236,7 +236,7 @@ def test_systematic_resampling():
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_seed_layouts_keep_the_cap_and_fill_every_cell(topology):
     problem = make_problem(np.random.default_rng(4).integers(1, 60, 40), 64, topology)
-    rows = least_rows(problem) + 1
+    rows = row_range(problem).start + 1
     rank_LE = ranks_of_slots(lpt_placement(problem), problem.num_ranks)
     costs = proxy_costs(problem, rank_LE, rows, attention_proxy(problem)[:, None], (0.5, 0.5), 0.5)
     layouts = list(seed_layouts(problem, costs, rows, np.random.default_rng(0), 4))
@@ -252,7 +252,7 @@ def test_seed_layouts_keep_the_cap_and_fill_every_cell(topology):
 def test_routepack_takes_the_least_rows_that_pack_and_keeps_the_cap():
     problem = make_problem(np.random.default_rng(5).integers(1, 60, 60), 64, TOPOLOGIES[1])
     (row_N, slot_N, rows), placement_LE = solve_routepack(problem, StopCriterion(max_iterations=2000), SMALL)
-    assert rows == least_rows(problem)
+    assert rows == row_range(problem).start
     assert largest_cell_tokens(problem, (row_N, slot_N, rows)) <= 64
     assert np.bincount(row_N * 4 + slot_N, minlength=rows * 4).min() >= 1
     assert (placement_LE == lpt_placement(problem)).all()
