@@ -159,7 +159,7 @@ def _plan_all(
 ) -> tuple[list[StepBatch], dict[str, np.ndarray], Comparison | None]:  # fmt: skip
     """Read every batch, plan the latest ones with both settings, and price the plans that ran."""
     from profiler import Observer
-    from search import MaxIterations
+    from search import StopCriterion
 
     observer = observer or Observer()
     batches = [load_step_batch(path, planner.spec, planner.max_tokens) for path in files]
@@ -168,7 +168,7 @@ def _plan_all(
     hidden_s = float(planner.provenance.get("hidden_planning_s", 0.0))
     compared = set(range(max(0, len(files) - MOST_COMPARED), len(files))) if untuned is not None else set()
     with contextlib.suppress(RoutePackError):  # compiles before anything is timed; so short a search may break a limit
-        planner.plan(batches[0], stop=MaxIterations(1))
+        planner.plan(batches[0], stop=StopCriterion(max_iterations=1))
     plans: dict[str, Plan] = {}
     prices: dict[str, np.ndarray] = {}
     ratios: list[float] = []
