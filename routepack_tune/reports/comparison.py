@@ -56,17 +56,10 @@ def _mean(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(outcomes[0].planner, step, attention, experts, rest, lost, round(rows), plan)
 
 
-def _problem(planner: Planner, batch: StepBatch) -> Problem:
-    """Return the batch as ``planner`` prices it: every contestant pays the same alignment and coupling."""
-    from search import build_problem
-
-    return build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens, planner.params)
-
-
 def _outcomes(planner: Planner, batch: StepBatch, seed: int) -> Iterator[Outcome]:
-    from search import SHOWN_BASELINES, price_baseline
+    from search import SHOWN_BASELINES, build_problem, price_baseline
 
-    problem = _problem(planner, batch)
+    problem = build_problem(batch, *planner.job)  # every contestant pays the planner's own alignment and coupling
 
     def outcome(name: str, begin: float, of: StepTime, rows: int) -> Outcome:
         plan_s, lost = time.perf_counter() - begin, lost_share(problem, of.step_time_s, rows)
@@ -111,9 +104,9 @@ def rank_load(rank_rows_RBPL: np.ndarray) -> RankLoad:
 
 def loads_before_and_after(planner: Planner, batch: StepBatch, plan: Plan) -> tuple[RankLoad, RankLoad]:
     """Return the EP ranks' load under the default plan and under ``plan``."""
-    from search import DEFAULT_BASELINE, evaluate, price_baseline
+    from search import DEFAULT_BASELINE, build_problem, evaluate, price_baseline
 
-    problem = _problem(planner, batch)
+    problem = build_problem(batch, *planner.job)
     before, _ = price_baseline(problem, DEFAULT_BASELINE)
     after = evaluate(problem, plan.row_N, plan.slot_N, plan.placement_LE, plan.num_rows)
     return rank_load(before.rank_rows_RBPL), rank_load(after.rank_rows_RBPL)
