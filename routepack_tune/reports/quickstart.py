@@ -29,7 +29,7 @@ COLUMNS = {
     "rest, s": "{rest_s:.3f}",
     "lost to imbalance": "{lost_share:.1%}",
     "rows": "{rows}",
-    "plan time": "{plan_s:.2g} s",
+    "plan, s": "{plan_s:.3f}",
 }
 SHORT_NAMES = {"first-fit decreasing": "FFD", "Karmarkar-Karp": "KK", "RoutePack-Tune (tuned plan)": "RoutePack-Tune"}
 
