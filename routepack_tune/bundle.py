@@ -99,7 +99,7 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
     folder = bundle_folder(path)
     document = _read_document(folder)
     tables = StepTables.load(folder / TABLES_FILE)
-    parts, cap = [document[name] for name in ("model", "topology", "params")], document["max_tokens_per_microbatch"]
+    parts, cap = (document["model"], document["topology"], document["params"]), document["max_tokens_per_microbatch"]
     spec, topology, params = typed_parts(*parts, f"Bundle {folder}")
     if not tables.key == document["tables_key"] == tables_key(spec, topology, cap):
         raise RoutePackError(

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
 from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, EXPERTS, INK, as_svg, panels, plot_bars
-from routepack_tune.reports.page import Block, Section, Table, page
+from routepack_tune.reports.page import Block, Section, Table, as_table, page
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -227,19 +227,21 @@ def fit_page(model: CostModel, pictures: Mapping[str, Markup]) -> str:
         "relative errors in percent."
     )
     inside = [
-        {"operation": operation, "where": where, "share": share}
+        {"operation": operation, "where": where, "rows inside their 90% interval": f"{share:.1f}%"}
         for operation, entry in model.validation.items()
         for where, share in coverages(entry).items()
     ]
-    intervals = {"operation": "{operation}", "": "{where}", "rows inside their 90% interval": "{share:.1f}%"}
-    frozen = [{"table": name, **found} for name, found in model.table_errors.items() if isinstance(found, Mapping)]
-    tables = {name.removesuffix("_pct") + ", %": f"{{{name}:.3f}}" for name in list(frozen[0])[1:]} if frozen else {}
+    frozen = [
+        {"table": name, **{f"{key.removesuffix('_pct')}, %": f"{value:.3f}" for key, value in found.items()}}
+        for name, found in model.table_errors.items()
+        if isinstance(found, Mapping)
+    ]
     ours = [place for place, line in enumerate(lines) if line["contestant"] == "model"]
     sections: list[Section] = [
         ("Errors on rows that were held out", times, [words, Table(errors, lines, ours)]),
         *((f"{name} {way}", times, _operation(model, name, way, pictures)) for name, way in model.models),
-        ("Intervals", "held out", [Table(intervals, inside)]),
-        ("Frozen tables against the model", "", [Table({"table": "{table}"} | tables, frozen)]),
+        ("Intervals", "held out", [as_table(inside)]),
+        ("Frozen tables against the model", "", [as_table(frozen)]),
         ("What to keep in mind", "", [model.tables.notes if model.tables else ()]),
         ("Where it comes from", "", [_facts(model)]),
     ]

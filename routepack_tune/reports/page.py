@@ -41,6 +41,11 @@ Tile = tuple[str, str, bool]
 """A large number, what it is, and whether it is good news."""
 
 
+def as_table(records: Sequence[Mapping[str, Any]]) -> Table:
+    """Return records as a table; their names are its heads."""
+    return Table({head: f"{{{head}}}" for head in records[0]} if records else {}, records)
+
+
 def verdict(text: str, lead: str = "") -> Markup:
     """Return a sentence in full ink, with a bold word before it."""
     return Markup("<p><b>{}</b> {}</p>").format(lead, text)

@@ -24,7 +24,7 @@ from profiler.cases.case import BACKWARD_WORK
 from profiler.cases.operations import DIRECTIONS
 from profiler.cases.operations import OPERATIONS as TIMED
 from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, DOUBTFUL, EXPERTS, INK, as_svg, panels
-from routepack_tune.reports.page import Block, Section, Table, page, verdict
+from routepack_tune.reports.page import Block, Section, Table, as_table, page, verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,22 +47,6 @@ FEWEST_FOR_PHYSICS = 8
 MOST_LINES = 6
 FLOPS_PER_CLOCK = {"sm_80": 2048, "sm_90": 4096, "sm_100": 8192}
 """Dense 16-bit operations of one multiprocessor in one clock, by architecture (NVIDIA's white papers)."""
-NEVER_TIMED = {"flash-attn-3": "FlashAttention 3", "deep-ep": "DeepEP", "deep-gemm": "DeepGEMM"}
-"""Installed packages that may train but whose kernels are never timed."""
-FIRST_GROUPED = 90
-"""Compute capability, x 10, from which torch's ``grouped_mm`` is one kernel."""
-
-
-OVERVIEW = {
-    "operation": "{name}",
-    "rows": "{rows}",
-    "doubtful": "{doubtful}",
-    "of them flagged": "{flagged}",
-    "from the physics line": "{off}",
-    "best": "{best}",
-    "of the peak": "{share}",
-}
-RANKS = {"rank": "{rank}", "host": "{host}", "device": "{device}", "time over the median": "{speed:.3f}"}
 LIMITS = {
     "operation": "{op}",
     "what": "{what}",
@@ -71,6 +55,10 @@ LIMITS = {
     "reason": "{reason}",
 }
 FAILURES = {"operation": "{op} {direction}", "status": "{status}", "message": "{message}", "rows": "{rows}"}
+NEVER_TIMED = {"flash-attn-3": "FlashAttention 3", "deep-ep": "DeepEP", "deep-gemm": "DeepGEMM"}
+"""Installed packages that may train but whose kernels are never timed."""
+FIRST_GROUPED = 90
+"""Compute capability, x 10, from which torch's ``grouped_mm`` is one kernel."""
 
 
 @dataclass(frozen=True)
@@ -265,17 +253,24 @@ def _steadiness(meta: Mapping[str, Any]) -> list[Block]:
 def _overview(operations: Sequence[OperationRows], peak: float) -> list[Block]:
     lines = []
     for of in operations:
-        best = of.rows["rate"].max()
-        off = np.log(of.rows["time_us"] / of.rows["physics_us"]).abs().median()
-        line = {"name": of.name, "rows": len(of.rows), "doubtful": of.rows["doubtful"].sum(), "flagged": of.flagged}
-        line |= {"off": "-" if np.isnan(off) else f"{off:.1%}", "best": f"{best:.3g} {of.unit}"}
-        lines.append(line | {"share": f"{best / peak:.0%}" if peak and of.unit == "TFLOP/s" else "-"})
+        off, best = np.log(of.rows["time_us"] / of.rows["physics_us"]).abs().median(), of.rows["rate"].max()
+        lines.append(
+            {
+                "operation": of.name,
+                "rows": len(of.rows),
+                "doubtful": of.rows["doubtful"].sum(),
+                "of them flagged": of.flagged,
+                "from the physics line": "-" if np.isnan(off) else f"{off:.1%}",
+                "best": f"{best:.3g} {of.unit}",
+                "of the peak": f"{best / peak:.0%}" if peak and of.unit == "TFLOP/s" else "-",
+            }
+        )
     words = (
         f"The arithmetic peak is {peak:.0f} TFLOP/s: multiprocessors x highest clock x operations per clock."
         if peak
         else "The device's peak is not known: throughput is shown against the best that was seen here."
     )
-    return [words, Table(OVERVIEW, lines)]
+    return [words, as_table(lines)]
 
 
 def _operation(of: OperationRows, peak: float) -> list[Block]:
@@ -299,11 +294,12 @@ def _rounds(rounds: Sequence[Mapping[str, Any]]) -> Table:
     ops = sorted({op for one in rounds for op in one["errors_pct"]})
     lines = []
     for number, one in enumerate(rounds, 1):
-        errors = {op: f"{one['errors_pct'][op]:.1f}" if op in one["errors_pct"] else "-" for op in ops}
-        lines.append({**one, **errors, "number": number, "stopped_by": one["stopped_by"].replace("_", " ")})
-    heads = {f"{op.replace('_', ' ')}, held-out error %": f"{{{op}}}" for op in ops}
-    first = {"round": "{number}", "cases": "{cases}", "minutes": "{minutes:.2f}"}
-    return Table({**first, **heads, "stopped by": "{stopped_by}"}, lines)
+        line = {"round": number, "cases": one["cases"], "minutes": f"{one['minutes']:.2f}"}
+        for op in ops:
+            error = f"{one['errors_pct'][op]:.1f}" if op in one["errors_pct"] else "-"
+            line[f"{op.replace('_', ' ')}, held-out error %"] = error
+        lines.append(line | {"stopped by": one["stopped_by"].replace("_", " ")})
+    return as_table(lines)
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]]) -> list[Block]:
@@ -311,7 +307,8 @@ def _ranks(ranks: Sequence[Mapping[str, Any]]) -> list[Block]:
         return []
     slow = max(ranks, key=lambda one: one["speed"])
     words = f"Slowest: rank {slow['rank']} on {slow['host']}, {100 * (slow['speed'] - 1):.1f}% above the median time."
-    return [words, Table(RANKS, ranks)]
+    heads = {"rank": "{rank}", "host": "{host}", "device": "{device}", "time over the median": "{speed:.3f}"}
+    return [words, Table(heads, ranks)]
 
 
 def _facts(measurements: Measurements) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from routepack_tune.reports.figures import (
     plot_bars,
     save_png,
 )
-from routepack_tune.reports.page import Section, Table, Tile, page, verdict
+from routepack_tune.reports.page import Section, Table, Tile, as_table, page, verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,26 +55,22 @@ BATCHES = {
 
 def tuning_page(document: Mapping[str, Any]) -> str:
     """Return the page of what ``study.json`` holds."""
-    summary, config, best = document["summary"], document["config"], document["summary"]["best"]
+    summary, config = document["summary"], document["config"]
     drawn = {name: as_svg(figure, f"tuning-{name}") for name, figure in pictures(summary).items()}
     both, batches = f"{STEP}, {PLAN}", outcomes(summary).reset_index().to_dict("records")
+    gained = verdict(summary["export_reason"])
     names, seeds = ", ".join(summary["names"]["holdout"]), summary["holdout"].get("seeds") or []
     held_out = (
         f"Batches {names} were in no trial; both settings planned each of them with {len(seeds)} seed(s) that no trial "
         "used, in pairs."
     )
-    settings = {"setting": "{name}", "defaults": "{before}", f"trial {best['number']}": "{after}"}
     sections: list[Section] = [
-        (
-            "Gain on held-out batches",
-            both,
-            [verdict(summary["export_reason"]), held_out if names else "", drawn.get("holdout", "")],
-        ),
+        ("Gain on held-out batches", both, [gained, held_out if names else "", drawn.get("holdout", "")]),
         ("Batches before and after", STEP, [Table(BATCHES, batches)]),
         ("Course of the study", both, [_counts(summary), drawn.get("history", "")]),
         ("Step time against planning time", both, [drawn.get("pareto", "")]),
         ("Which settings matter", "", [drawn.get("importances", "")]),
-        ("Settings", "", [Table(settings, _settings(summary))]),
+        ("Settings", "", [as_table(_settings(summary))]),
         ("Where it comes from", "", [_facts(document)]),
     ]
     job = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in config["topology"].items() if size != 1)
@@ -120,7 +116,7 @@ def _settings(summary: Mapping[str, Any]) -> list[dict[str, str]]:
         for told in (summary["default"] or {}, summary["best"])
     )
     return [
-        {"name": name, "before": _short(before.get(name)), "after": _short(value)}
+        {"setting": name, "defaults": _short(before.get(name)), f"trial {summary['best']['number']}": _short(value)}
         for name, value in after.items()
         if name in summary["importances"] or before.get(name) != value
     ]
