@@ -25,7 +25,7 @@ from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
 
 if TYPE_CHECKING:
-    from profiler import DeviceFingerprint, Match, ModelSpec, Topology
+    from profiler import DeviceFingerprint, ModelSpec, Topology
     from routepack_tune.config import Config
     from search import PlannerParams
 
@@ -189,35 +189,37 @@ def typed_parts(
         raise RoutePackError(f"{source} cannot be used by this version: {error}. Write it again.") from None
 
 
-def compare_with_this_host(wanted: DeviceFingerprint) -> Match | None:
-    """Compare a device with this host's of that kind; None where there is none, or torch cannot see it."""
+def device_match(wanted: DeviceFingerprint) -> tuple[str, str]:
+    """Compare a device with this host's of that kind.
+
+    Return ``exact``, ``near``, ``different`` or, where there is none or torch cannot see it, ``unknown``; and what a
+    reader should know, empty where it is exact.
+    """
     from profiler import compare_fingerprints, fingerprint_device
 
     # Unlike asking for "cuda", asking for any device imports torch only where there is a driver.
     here = fingerprint_device(None if wanted.kind == "cuda" else wanted.kind)
-    return compare_fingerprints(wanted, here) if here.kind == wanted.kind else None
+    if here.kind != wanted.kind:
+        said = f"times were {wanted.origin} on {wanted.name} ({wanted.arch}); this host has no GPU to compare with"
+        return "unknown", said
+    match = compare_fingerprints(wanted, here)
+    level = "near" if match.level == "exact" and wanted.origin == "published" else match.level
+    reasons = "; ".join(match.reasons) or "published times"
+    return level, "" if level == "exact" else f"device is {level} from the profiled one: {reasons}"
 
 
 def _check_device(wanted: DeviceFingerprint, path: str, allow_mismatch: bool) -> tuple[str, ...]:
     """Compare the bundle's device with this one, once a host; return what a reader should know."""
     if os.environ.get("LOCAL_RANK", "0") != "0":  # local rank 0 compares for its host, and its error ends the job
         return ()
-    match = compare_with_this_host(wanted)
-    if match is None:
-        note = f"times were {wanted.origin} on {wanted.name} ({wanted.arch}); this host has no GPU to compare with"
-        if is_first_rank():
-            _LOG.info("Bundle %s: %s.", path, note)
-        return (note,)
-    reasons = "; ".join(match.reasons)
-    if match.level == "different" and not allow_mismatch:
+    level, note = device_match(wanted)
+    if level == "different" and not allow_mismatch:
         raise RoutePackError(
-            f"Bundle {path} is for another device ({wanted.name}, {wanted.arch}): {reasons}. Profile, fit and tune on "
+            f"Bundle {path} is for another device ({wanted.name}, {wanted.arch}): {note}. Profile, fit and tune on "
             "this device, or force it with allow_mismatch=True (--allow-mismatch)."
         )
-    if match.level == "exact" and wanted.origin != "published":
-        return ()
-    level = "different" if match.level == "different" else "near"
-    note = f"device is {level} from the profiled one: {reasons or 'published times'}"
-    if is_first_rank():
+    if level == "unknown" and is_first_rank():
+        _LOG.info("Bundle %s: %s.", path, note)
+    elif note and is_first_rank():
         warnings.warn(f"Bundle {path}: {note}.", stacklevel=3)
-    return (note,)
+    return (note,) if note else ()

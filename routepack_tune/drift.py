@@ -25,7 +25,7 @@ from routepack_tune.bundle import (
     PLANNER_FILE,
     bundle_folder,
     check_replaceable,
-    compare_with_this_host,
+    device_match,
     load_planner,
     write_bundle,
 )
@@ -37,7 +37,7 @@ from routepack_tune.steps.workload import compare_workloads, hottest_overlap, wo
 
 if TYPE_CHECKING:
     from costmodels.freezing.rescale import Rescale
-    from profiler import DeviceFingerprint, Observer
+    from profiler import Observer
     from search import Plan, StepBatch
 
 MOST_COMPARED = 8
@@ -77,7 +77,12 @@ def check(
     """
     folder = bundle_folder(bundle)
     if refit is not None:
-        _check_refit(folder, Path(refit), times)
+        refit, old = Path(refit).resolve(), folder.resolve()
+        if times is None:
+            raise RoutePackError("A refit needs measured step times: give --times.")
+        if old.is_relative_to(refit) or refit.is_relative_to(old):
+            raise RoutePackError(f"{refit} is the bundle that is checked: it is never changed. Name a new folder.")
+        check_replaceable(refit, PLANNER_FILE)
     with warnings.catch_warnings():  # the report says what differs
         warnings.simplefilter("ignore", UserWarning)
         planner = load_planner(folder, allow_mismatch=True)
@@ -87,8 +92,9 @@ def check(
     prices, log_gains = _plan_all(planner, batches, measured, notes, observer)
     blocks_SBC = np.array(list(prices.values()))
     measured_S = np.array([measured[name].step_time_s for name in prices])
-    device = _device_differs(planner.fingerprint, notes)
-    findings = [Finding("device", PROFILE, True, device, {})] if device else []
+    device, said = device_match(planner.fingerprint)
+    findings = [Finding("device", PROFILE, True, said, {})] if device == "different" else []
+    notes += [said] if device in ("near", "unknown") else []
     if prices:
         findings.append(_times(planner, blocks_SBC, measured_S, notes))
     findings += _workload(planner, batches, notes)
@@ -99,11 +105,11 @@ def check(
         from costmodels.freezing.rescale import fit_rescale
 
         try:
-            if device:
-                raise RoutePackError(f"the device is {device}. Profile this device.")
+            if device == "different":
+                raise RoutePackError(f"{said}. Profile this device.")
             parts_SC = np.array([measured[name].parts_s for name in prices])
             found = fit_rescale(blocks_SBC, measured_S, parts_SC)
-            _write_refit(found, planner, folder, Path(refit), {name: batches[name].data_hash for name in prices})
+            _write_refit(found, planner, folder, refit, {name: batches[name].data_hash for name in prices})
             report = replace(report, refit=found)
         except RoutePackError as error:
             report = replace(report, refit_refused=f"Refit refused: {error}")
@@ -121,15 +127,6 @@ def stated_half_log(header: Mapping[str, Any]) -> dict[str, float]:
         if intervals and name:
             found[name] = max(found.get(name, 0.0), float(np.median(intervals["half_log"])))
     return found
-
-
-def _check_refit(folder: Path, refit: Path, times: Path | str | None) -> None:
-    if times is None:
-        raise RoutePackError("A refit needs measured step times: give --times.")
-    old, new = folder.resolve(), refit.resolve()
-    if old.is_relative_to(new) or new.is_relative_to(old):
-        raise RoutePackError(f"{refit} is the bundle that is checked: it is never changed in place. Name a new folder.")
-    check_replaceable(refit, PLANNER_FILE)
 
 
 def _measured(times: Path | str | None, names: Sequence[str], notes: list[str]) -> dict[str, StepTimes]:
@@ -309,18 +306,6 @@ def _settings(log_gains: np.ndarray, notes: list[str]) -> Finding:
         f"gain {gain:+.2f}% over the untuned ones on {count} batches (95% {low:+.2f} to {high:+.2f})",
         {"batches": count, "gain_pct": gain, "low_pct": low, "high_pct": high},
     )
-
-
-def _device_differs(wanted: DeviceFingerprint, notes: list[str]) -> str:
-    """Return what makes this device another one; empty where it fits or cannot be compared."""
-    match = compare_with_this_host(wanted)
-    if match is None:
-        notes.append(f"no {wanted.kind} device here: the bundle's ({wanted.name}) was not compared")
-        return ""
-    text = f"{match.level} from the profiled one: {'; '.join(match.reasons)}"
-    if match.level == "near":
-        notes.append(f"device is {text}")
-    return text if match.level == "different" else ""
 
 
 def _write_refit(found: Rescale, planner: Planner, folder: Path, refit: Path, evidence: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,16 +44,12 @@ def compare_planners(planner: Planner, batches: Sequence[StepBatch], seed: int =
 
     A baseline that finds no packing under the cap for a batch is left out.
     """
-    found: dict[str, list[Outcome]] = {}
-    for batch in batches:
-        for one in _outcomes(planner, batch, seed):
-            found.setdefault(one.planner, []).append(one)
-    return [_mean(outcomes) for outcomes in found.values() if len(outcomes) == len(batches)]
+    import pandas as pd  # type: ignore[import-untyped]
 
-
-def _mean(outcomes: Sequence[Outcome]) -> Outcome:
-    step, attention, experts, rest, lost, rows, plan = np.mean([astuple(one)[1:] for one in outcomes], axis=0).tolist()
-    return Outcome(outcomes[0].planner, step, attention, experts, rest, lost, round(rows), plan)
+    found = pd.DataFrame([asdict(one) for batch in batches for one in _outcomes(planner, batch, seed)])
+    planners = found.groupby("planner", sort=False)
+    means = planners.mean()[planners.size() == len(batches)].reset_index()
+    return [Outcome(**one) for one in means.round({"rows": 0}).astype({"rows": int}).to_dict("records")]
 
 
 def _outcomes(planner: Planner, batch: StepBatch, seed: int) -> Iterator[Outcome]:
@@ -79,8 +75,7 @@ def lost_share(problem: Problem, step_time_s: float, rows: int) -> float:
     """Return the share of a step time that perfect balance in the same number of rows would save."""
     from search import balanced_ns
 
-    ideal_s = balanced_ns(problem, rows) * 1e-9 / problem.tables.pipeline_stages
-    return max(0.0, 1.0 - ideal_s / step_time_s)
+    return max(0.0, 1.0 - balanced_ns(problem, rows) * 1e-9 / problem.tables.pipeline_stages / step_time_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ KINDS = {
 }
 LABELS = {
     "baseline": "fitted baseline",
-    "alone": "LightGBM alone",
     "lightgbm_alone": "LightGBM alone",
     "curve": "curve interpolation",
     "trees": "residual trees",
@@ -63,7 +62,7 @@ def colour_of(name: str, place: int = 0) -> str:
 
 def contestants(held_out: HeldOut) -> dict[str, np.ndarray]:
     """Return the predictions of every contestant that a validation holds, by name, the model last."""
-    found = {"baseline": held_out.baseline_us, "alone": held_out.alone_us, "curve": held_out.curve_us}
+    found = {"baseline": held_out.baseline_us, "lightgbm_alone": held_out.alone_us, "curve": held_out.curve_us}
     named = {contestant_label(key): predicted for key, predicted in found.items() if predicted is not None}
     return named | {"model": held_out.model_us}
 

@@ -65,7 +65,7 @@ def tuning_page(document: Mapping[str, Any]) -> str:
         "used, in pairs."
     )
     sections: list[Section] = [
-        ("Gain on held-out batches", both, [gained, held_out if names else "", drawn.get("holdout", "")]),
+        ("Gain on held-out batches", both, [gained, held_out if names else ""]),
         ("Batches before and after", STEP, [Table(BATCHES, batches)]),
         ("Course of the study", both, [_counts(summary), drawn.get("history", "")]),
         ("Step time against planning time", both, [drawn.get("pareto", "")]),
@@ -190,9 +190,6 @@ def pictures(summary: Mapping[str, Any]) -> dict[str, Figure]:
         found["importances"] = panels(7.2, 0.28 * len(shares) + 0.8, draw)
     if front := summary.get("pareto"):
         found["pareto"] = panels(7.2, 3.0, partial(plot_pareto, front))
-    if (holdout := summary["holdout"])["gain_pct"] is not None:
-        gains = outcomes(summary).query("kind == 'held out'")["gain_pct"]
-        found["holdout"] = panels(7.2, 0.32 * (len(gains) + 1) + 0.9, partial(plot_holdout, gains, holdout))
     return found
 
 
@@ -228,15 +225,3 @@ def plot_pareto(front: Sequence[Mapping[str, Any]], ax: Axes) -> None:
     ax.plot([1.0], [1.0], "s", color=BEFORE, label="default settings", markersize=6)
     ax.set(xscale="log", xlabel="planning time / default settings", ylabel="step time / default settings")
     ax.legend()
-
-
-def plot_holdout(gain_pct: pd.Series, holdout: Mapping[str, Any], ax: Axes) -> None:
-    """Draw the gain of every held-out batch and the mean gain in cost with its interval."""
-    names = ["all, cost", *gain_pct.index[::-1]]
-    ax.axvline(0.0, color=INK, linewidth=0.8, linestyle=":")
-    ax.plot(gain_pct[::-1], range(1, len(names)), "o", color=BEFORE, markersize=6)
-    mean, low, high = holdout["gain_pct"], holdout["low_pct"], holdout["high_pct"]
-    spread = [[max(0.0, mean - low)], [max(0.0, high - mean)]] if None not in (low, high) else None
-    ax.errorbar([mean], [0], xerr=spread, fmt="D", color=AFTER, capsize=4, markersize=6, linewidth=2)
-    ax.set_yticks(range(len(names)), names)
-    ax.set(ylim=(-0.6, len(names) - 0.4), xlabel="gain over the default settings, %")
