@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,13 +48,7 @@ FEWEST_FOR_PHYSICS = 8
 MOST_LINES = 6
 FLOPS_PER_CLOCK = {"sm_80": 2048, "sm_90": 4096, "sm_100": 8192}
 """Dense 16-bit operations of one multiprocessor in one clock, by architecture (NVIDIA's white papers)."""
-LIMITS = {
-    "operation": "{op}",
-    "what": "{what}",
-    "wanted": "{wanted}",
-    "timed up to": "{designed}",
-    "reason": "{reason}",
-}
+LIMITS = {"operation": "{op}, {what}", "wanted": "{wanted}", "timed up to": "{designed}", "reason": "{reason}"}
 FAILURES = {"operation": "{op} {direction}", "status": "{status}", "message": "{message}", "rows": "{rows}"}
 NEVER_TIMED = {"flash-attn-3": "FlashAttention 3", "deep-ep": "DeepEP", "deep-gemm": "DeepGEMM"}
 """Installed packages that may train but whose kernels are never timed."""
@@ -65,56 +60,42 @@ FIRST_GROUPED = 90
 class OperationRows:
     """The good rows of one operation and direction, and what physics says of each."""
 
-    op: str
-    direction: str
+    name: str
+    """Operation and direction in words."""
     size_label: str
-    flagged: int
-    """Rows marked by the consistency flags."""
+    unit: str
+    """Unit of the rate: TFLOP/s, or GB/s where nothing is computed."""
     rows: pd.DataFrame
     """``size`` (tokens, rows or bytes), ``time_us``, ``physics_us`` (NaN where too few rows were timed to fit it, or a
-    row has nothing to do), ``doubtful`` (flagged, or far from that line), ``gbps`` (least bytes that have to move, over
-    time), ``rate`` (TFLOP/s; GB/s where nothing is computed) and ``curve`` (rows of one shape and pattern)."""
-
-    @property
-    def name(self) -> str:
-        """Operation and direction in words."""
-        return f"{self.op.replace('_', ' ')} {self.direction}"
-
-    @property
-    def unit(self) -> str:
-        """Unit of the rate."""
-        return "GB/s" if TIMED[self.op].exchange else "TFLOP/s"
+    row has nothing to do), ``flagged`` (by the consistency flags), ``doubtful`` (flagged, or far from that line),
+    ``gbps`` (least bytes that have to move, over time), ``rate`` and ``curve`` (rows of one shape and pattern)."""
 
 
 def operation_rows(measurements: Measurements) -> Iterator[OperationRows]:
     """Yield every operation and direction that has a good row, in the order of the operations."""
-    for op in TIMED:
-        for direction in DIRECTIONS:
-            rows = measurements.select(op=op, direction=direction, status="ok").rows
-            if rows["time_us"].size:
-                yield _rows_of(op, direction, rows)
+    for op, direction in product(TIMED, DIRECTIONS):
+        rows = measurements.select(op=op, direction=direction, status="ok").rows
+        if rows["time_us"].size:
+            yield _rows_of(op, direction, rows)
 
 
 def _rows_of(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> OperationRows:
-    time_us, flagged, physics_us = rows["time_us"], rows["flag"] != "", _physics(op, rows)
-    sizes = ("tokens",) if "tokens" in TIMED[op].features else OPERATIONS[op].size
+    asked, back = TIMED[op], direction == "backward"
+    sizes = ("tokens",) if "tokens" in asked.features else OPERATIONS[op].size
     # Experts timed here route nothing: their size is that of their rows.
     size = next((name for name in sizes if rows[name].any()), sizes[-1])
-    flops, moved = _work(op, direction, rows)
-    gbps = moved / time_us / 1e3
+    flops = asked.flops(rows) * (BACKWARD_WORK if back and "attention" in op else 1 + back)
+    width = np.array([4 if name == "float32" else 1 if "8" in name else 2 for name in rows["dtype"].tolist()])
+    moved = rows["bytes"] if asked.exchange else asked.elements(rows) * width * (1 + back)
     shapes = pd.DataFrame({name: rows[name] for name in ("pattern", *OPERATIONS[op].family) if name in rows})
-    found = pd.DataFrame(
-        {
-            "size": rows[size],
-            "time_us": time_us,
-            "physics_us": physics_us,
-            "doubtful": flagged | far_from(time_us, physics_us),
-            "gbps": gbps,
-            "rate": gbps if TIMED[op].exchange else flops / time_us / 1e6,
-            "curve": shapes.groupby(list(shapes)).ngroup(),
-        }
-    )
-    return OperationRows(op, direction, size.replace("_", " "), int(flagged.sum()), found)
+    found = pd.DataFrame({"size": rows[size], "time_us": rows["time_us"], "physics_us": _physics(op, rows)})
+    found["flagged"] = rows["flag"] != ""
+    found["doubtful"] = found["flagged"] | far_from(rows["time_us"], found["physics_us"].to_numpy())
+    found["gbps"] = moved / rows["time_us"] / 1e3
+    found["rate"] = found["gbps"] if asked.exchange else flops / rows["time_us"] / 1e6
+    found["curve"] = shapes.groupby(list(shapes)).ngroup()
+    unit = "GB/s" if asked.exchange else "TFLOP/s"
+    return OperationRows(f"{op} {direction}".replace("_", " "), size.replace("_", " "), unit, found)
 
 
 def _physics(op: str, rows: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -127,15 +108,6 @@ def _physics(op: str, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         found = fit_baseline(operation, take(columns, fitted), time_us[fitted], FitParams())
         physics[usable] = operation.baseline(take(columns, usable), found)
     return physics
-
-
-def _work(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the floating-point operations and the least bytes of every row."""
-    asked, back = TIMED[op], direction == "backward"
-    flops = asked.flops(rows) * (BACKWARD_WORK if back and "attention" in op else 1 + back)
-    width = np.array([4 if name == "float32" else 1 if "8" in name else 2 for name in rows["dtype"].tolist()])
-    moved = rows["bytes"] if asked.exchange else asked.elements(rows) * width * (1 + back)
-    return flops, moved
 
 
 def far_from(time_us: np.ndarray, physics_us: np.ndarray) -> np.ndarray:
@@ -155,13 +127,13 @@ def peak_tflops(fingerprint: Mapping[str, Any], dtype: str) -> float:
     return float(per_clock * fingerprint.get("units", 0) * fingerprint.get("clock_max_mhz", 0)) / 1e6
 
 
-def anchor_course(readings: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the anchor's times over their median, in order, and the clocks over their highest (NaN where untold)."""
-    cases = np.array([reading["case_id"] for reading in readings])
-    times = np.array([reading["time_us"] for reading in readings], dtype=np.float64)
-    relative = np.array([time / np.median(times[cases == case]) for time, case in zip(times, cases, strict=True)])
-    clocks = np.array([reading["readings"].get("clock_mhz", np.nan) for reading in readings], dtype=np.float64)
-    return relative, clocks / np.nanmax(clocks) if np.isfinite(clocks).any() else clocks
+def anchor_course(readings: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return the anchor's ``time`` over its median and its ``clock`` over the highest (NaN where untold), by look."""
+    columns = ["case_id", "time_us", "readings.clock_mhz"]
+    looks = pd.json_normalize(list(readings)).reindex(columns=columns)
+    time = looks["time_us"] / looks.groupby("case_id")["time_us"].transform("median")
+    clock = looks["readings.clock_mhz"] / looks["readings.clock_mhz"].max()
+    return pd.DataFrame({"time": time, "clock": clock}).set_index(looks.index + 1)
 
 
 def plot_times(of: OperationRows, ax: Axes) -> None:
@@ -187,12 +159,11 @@ def plot_throughput(of: OperationRows, peak: float, ax: Axes) -> None:
 
 def plot_course(readings: Sequence[Mapping[str, Any]], limit: float, ax: Axes) -> None:
     """Draw how the anchor's time, and the clock, went through the sweep."""
-    times, clocks = anchor_course(readings)
-    order = np.arange(1, times.size + 1)
+    course = anchor_course(readings)
     ax.axhspan(1 - limit, 1 + limit, color=AFTER, alpha=0.12, linewidth=0)
-    ax.plot(order, times, "o-", color=ATTENTION, linewidth=1.2, label="time of the anchor over its median")
-    if np.isfinite(clocks).any():
-        ax.plot(order, clocks, "-", color=EXPERTS, linewidth=1.2, label="clock over its highest")
+    ax.plot(course["time"], "o-", color=ATTENTION, linewidth=1.2, label="time of the anchor over its median")
+    if course["clock"].notna().any():
+        ax.plot(course["clock"], "-", color=EXPERTS, linewidth=1.2, label="clock over its highest")
     ax.set_ylim(bottom=0)
     ax.locator_params(axis="x", integer=True)
     ax.set_xlabel("looks at the anchor, through the sweep")
@@ -259,7 +230,7 @@ def _overview(operations: Sequence[OperationRows], peak: float) -> list[Block]:
                 "operation": of.name,
                 "rows": len(of.rows),
                 "doubtful": of.rows["doubtful"].sum(),
-                "of them flagged": of.flagged,
+                "of them flagged": of.rows["flagged"].sum(),
                 "from the physics line": "-" if np.isnan(off) else f"{off:.1%}",
                 "best": f"{best:.3g} {of.unit}",
                 "of the peak": f"{best / peak:.0%}" if peak and of.unit == "TFLOP/s" else "-",
@@ -275,9 +246,9 @@ def _overview(operations: Sequence[OperationRows], peak: float) -> list[Block]:
 
 def _operation(of: OperationRows, peak: float) -> list[Block]:
     rows, said = of.rows, []
-    if rows["doubtful"].any():
+    if doubtful := rows["doubtful"].sum():
         said.append(
-            f"Red crosses: {rows['doubtful'].sum()} doubtful rows, slower than a larger case ({of.flagged}) or farther "
+            f"Red crosses: {doubtful} doubtful rows, slower than a larger case ({rows['flagged'].sum()}) or farther "
             "from the line than three times the rows' scatter about it."
         )
     if (idle := rows["time_us"][rows["size"] == 0]).size:
