@@ -25,7 +25,7 @@ from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
 
 if TYPE_CHECKING:
-    from profiler import DeviceFingerprint, Match, ModelSpec, Topology
+    from profiler import DeviceFingerprint, ModelSpec, Topology
     from routepack_tune.config import Config
     from search import PlannerParams
 
@@ -66,22 +66,16 @@ def json_that_is_yaml(document: Mapping[str, Any]) -> str:
 
 
 def check_replaceable(out: Path | str, marker: str) -> None:
-    """Refuse to replace a folder that was not written by the same verb: ``--out .`` must never delete anything.
-
-    Raises
-    ------
-    RoutePackError
-        If ``out`` exists, is not empty and holds no ``marker``, or contains the working folder.
-    """
-    out = Path(out)
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise RoutePackError(f"{out} is a file, a folder is to be written there. Choose another --out.")
-    if Path.cwd().resolve().is_relative_to(out.resolve()):
-        raise RoutePackError(f"{out} is the working folder or holds it: it is not replaced. Choose another --out.")
-    if any(out.iterdir()) and not (out / marker).is_file():
-        raise RoutePackError(f"{out} is not empty and holds no {marker}: it is not replaced. Choose another --out.")
+    """Refuse to replace a folder that was not written by the same verb: ``--out .`` must never delete anything."""
+    out, problem = Path(out), ""
+    if out.exists() and not out.is_dir():
+        problem = "is a file, a folder is to be written there"
+    elif Path.cwd().resolve().is_relative_to(out.resolve()):
+        problem = "is the working folder or holds it: it is not replaced"
+    elif out.is_dir() and any(out.iterdir()) and not (out / marker).is_file():
+        problem = f"is not empty and holds no {marker}: it is not replaced"
+    if problem:
+        raise RoutePackError(f"{out} {problem}. Choose another --out.")
 
 
 def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
@@ -105,9 +99,8 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
     folder = bundle_folder(path)
     document = _read_document(folder)
     tables = StepTables.load(folder / TABLES_FILE)
-    parts = (document["model"], document["topology"], document["params"])
+    parts, cap = (document["model"], document["topology"], document["params"]), document["max_tokens_per_microbatch"]
     spec, topology, params = typed_parts(*parts, f"Bundle {folder}")
-    cap = document["max_tokens_per_microbatch"]
     if not tables.key == document["tables_key"] == tables_key(spec, topology, cap):
         raise RoutePackError(
             f"Bundle {folder}: its tables are for another model, topology or cap. Run `routepack fit`, `tune` and "
@@ -119,23 +112,13 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
 
 
 def untuned_planner(costmodel: Path | str, settings: Config) -> Planner:
-    """Return a planner with a cost model's times and the settings of ``routepack.yaml``.
-
-    Raises
-    ------
-    RoutePackError
-        If the cost model is missing, damaged, or for another model, topology or cap.
-    """
+    """Return a planner with a cost model's times and the settings of ``routepack.yaml``."""
     from costmodels import tables_for
     from profiler import DeviceFingerprint
 
     tables = tables_for(costmodel, *settings.job)
-    return Planner(
-        *settings.job,
-        settings.planner,
-        tables,
-        DeviceFingerprint.from_dict(cost_model_header(costmodel)["fingerprint"]),
-    )
+    device = DeviceFingerprint.from_dict(cost_model_header(costmodel)["fingerprint"])
+    return Planner(*settings.job, settings.planner, tables, device)
 
 
 def cost_model_header(costmodel: Path | str) -> dict[str, Any]:
@@ -147,13 +130,7 @@ def cost_model_header(costmodel: Path | str) -> dict[str, Any]:
 
 
 def bundle_folder(path: Path | str) -> Path:
-    """Return a bundle's folder on this machine; one named ``models:/NAME@ALIAS`` is fetched first.
-
-    Raises
-    ------
-    RoutePackError
-        If there is none.
-    """
+    """Return a bundle's folder on this machine; one named ``models:/NAME@ALIAS`` is fetched first."""
     if str(path).startswith("models:/"):
         from routepack_tune.tracking.registry import download_bundle
 
@@ -170,42 +147,38 @@ def _read_document(folder: Path) -> dict[str, Any]:
         raise RoutePackError(
             f"{folder} is no bundle: it has no {PLANNER_FILE}. Give the folder that `routepack deploy` wrote."
         )
-    document = read_json(path, "Bundle file")
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    if version != BUNDLE_SCHEMA_VERSION:
-        raise RoutePackError(
-            f"Bundle {folder} has schema_version {version!r}, this version reads {BUNDLE_SCHEMA_VERSION}. Update "
-            "routepack-tune, or deploy again with this version."
-        )
-    stated = document.pop("content_hash", None)
-    if content_hash(document) != stated:
-        raise RoutePackError(
-            f"Bundle file {path} does not match its content_hash: it was edited or damaged. Change routepack.yaml and "
-            "run `routepack deploy` again."
-        )
-    hashes = document.get("files")
-    if not isinstance(hashes, dict) or set(hashes) != {TABLES_FILE}:
-        raise RoutePackError(
-            f"Bundle {folder}: expected the one file {TABLES_FILE}, got {hashes!r}. No other name is ever read."
-        )
-    if not tables.is_file() or file_hash(tables) != hashes[TABLES_FILE]:
-        raise RoutePackError(
-            f"Bundle {folder}: {TABLES_FILE} is missing or does not match its hash in {PLANNER_FILE}: it was changed "
-            "or truncated. Run `routepack deploy` again."
-        )
+    found = read_json(path, "Bundle file")
+    document = found if isinstance(found, dict) else {}
+    version, stated, files = document.get("schema_version"), document.pop("content_hash", None), document.get("files")
+    again = "Run `routepack deploy` again"
+    for good, problem in (
+        (
+            version == BUNDLE_SCHEMA_VERSION,
+            f"it has schema_version {version!r}, this version reads {BUNDLE_SCHEMA_VERSION}. {again}",
+        ),
+        (
+            content_hash(document) == stated,
+            f"{PLANNER_FILE} does not match its content_hash: it was edited. Change routepack.yaml instead. {again}",
+        ),
+        (
+            isinstance(files, dict) and list(files) == [TABLES_FILE],
+            f"expected the one file {TABLES_FILE}, got {files!r}. No other name is ever read. {again}",
+        ),
+        (tables.is_file(), f"{TABLES_FILE} is missing. {again}"),
+        (
+            tables.is_file() and files == {TABLES_FILE: file_hash(tables)},
+            f"{TABLES_FILE} does not match its hash in {PLANNER_FILE}: it was changed or truncated. {again}",
+        ),
+    ):
+        if not good:
+            raise RoutePackError(f"Bundle {folder}: {problem}.")
     return document
 
 
 def typed_parts(
     model: Mapping[str, Any], topology: Mapping[str, Any], params: Mapping[str, Any], source: str
 ) -> tuple[ModelSpec, Topology, PlannerParams]:
-    """Rebuild what was written with ``asdict``.
-
-    Raises
-    ------
-    RoutePackError
-        If a field is missing, unknown to this version, or out of range; ``source`` names where it was read.
-    """
+    """Rebuild what was written with ``asdict``; ``source`` names for an error where it was read."""
     from profiler import ModelSpec, Topology
     from search import PlannerParams
 
@@ -216,35 +189,37 @@ def typed_parts(
         raise RoutePackError(f"{source} cannot be used by this version: {error}. Write it again.") from None
 
 
-def compare_with_this_host(wanted: DeviceFingerprint) -> Match | None:
-    """Compare a device with this host's of that kind; None where there is none, or torch cannot see it."""
+def device_match(wanted: DeviceFingerprint) -> tuple[str, str]:
+    """Compare a device with this host's of that kind.
+
+    Return ``exact``, ``near``, ``different`` or, where there is none or torch cannot see it, ``unknown``; and what a
+    reader should know, empty where it is exact.
+    """
     from profiler import compare_fingerprints, fingerprint_device
 
     # Unlike asking for "cuda", asking for any device imports torch only where there is a driver.
     here = fingerprint_device(None if wanted.kind == "cuda" else wanted.kind)
-    return compare_fingerprints(wanted, here) if here.kind == wanted.kind else None
+    if here.kind != wanted.kind:
+        said = f"times were {wanted.origin} on {wanted.name} ({wanted.arch}); this host has no GPU to compare with"
+        return "unknown", said
+    match = compare_fingerprints(wanted, here)
+    level = "near" if match.level == "exact" and wanted.origin == "published" else match.level
+    reasons = "; ".join(match.reasons) or "published times"
+    return level, "" if level == "exact" else f"device is {level} from the profiled one: {reasons}"
 
 
 def _check_device(wanted: DeviceFingerprint, path: str, allow_mismatch: bool) -> tuple[str, ...]:
     """Compare the bundle's device with this one, once a host; return what a reader should know."""
     if os.environ.get("LOCAL_RANK", "0") != "0":  # local rank 0 compares for its host, and its error ends the job
         return ()
-    match = compare_with_this_host(wanted)
-    if match is None:
-        note = f"times were {wanted.origin} on {wanted.name} ({wanted.arch}); this host has no GPU to compare with"
-        if is_first_rank():
-            _LOG.info("Bundle %s: %s.", path, note)
-        return (note,)
-    reasons = "; ".join(match.reasons)
-    if match.level == "different" and not allow_mismatch:
+    level, note = device_match(wanted)
+    if level == "different" and not allow_mismatch:
         raise RoutePackError(
-            f"Bundle {path} is for another device ({wanted.name}, {wanted.arch}): {reasons}. Profile, fit and tune on "
+            f"Bundle {path} is for another device ({wanted.name}, {wanted.arch}): {note}. Profile, fit and tune on "
             "this device, or force it with allow_mismatch=True (--allow-mismatch)."
         )
-    level = "near" if wanted.origin == "published" and match.level == "exact" else match.level
-    if level == "exact":
-        return ()
-    note = f"device is {level} from the profiled one: {reasons or 'published times'}"
-    if is_first_rank():
+    if level == "unknown" and is_first_rank():
+        _LOG.info("Bundle %s: %s.", path, note)
+    elif note and is_first_rank():
         warnings.warn(f"Bundle {path}: {note}.", stacklevel=3)
-    return (note,)
+    return (note,) if note else ()

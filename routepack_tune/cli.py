@@ -38,15 +38,6 @@ app = Typer(
 
 Config = Annotated[Path, Option("--config", help="routepack.yaml: model, topology, token cap, sections.")]
 Folders = list[Path] | None
-Percent = Annotated[float | None, Option(metavar="PCT", help="Stop when held-out median errors are below.")]
-Minutes = Annotated[float | None, Option(metavar="MIN", help="Stop after so many minutes; 0: no limit.")]
-Sibling = Annotated[Folders, Option(metavar="DIR", help="Cost model of a sibling device: fewer cases do.")]
-Siblings = Annotated[Folders, Option(metavar="DIR", help="Cost model of a sibling GPU; may be given several times.")]
-WarmStart = Annotated[Folders, Option(metavar="DIR", help="Study or bundle whose best settings are tried first.")]
-Seen = Annotated[list[str] | None, Option(help="Your step batches (folder, file or glob): what is timed first.")]
-Storage = Annotated[
-    str | None, Option(help="Optuna URL of a server, for several machines; default: a file in the study.")
-]
 
 
 @app.command()
@@ -55,16 +46,21 @@ def profile(
     out: Annotated[Path, Option(help="Folder of the measurements; an interrupted one is continued.")],
     published: Annotated[Path | None, Option(help="Import public timing tables from here instead.")] = None,
     device: Annotated[str | None, Option(help="cpu or cuda; default: cuda where there is one.")] = None,
-    prior: Sibling = None,
-    steps: Seen = None,
-    target_error: Percent = None,
-    max_minutes: Minutes = None,
+    prior: Annotated[Folders, Option(metavar="DIR", help="Cost model of a sibling device: fewer cases do.")] = None,
+    steps: Annotated[
+        list[str] | None, Option(help="Your step batches (folder, file or glob): what is timed first.")
+    ] = None,
+    target_error: Annotated[
+        float | None, Option(metavar="PCT", help="Stop when held-out median errors are below.")
+    ] = None,
+    max_minutes: Annotated[float | None, Option(metavar="MIN", help="Stop after so many minutes; 0: no limit.")] = None,
     report: Annotated[bool, Option("--report", help="Draw the profile into the folder.")] = False,
 ) -> None:
     """Time a training step's operations on this device, or import published times."""
-    limits: dict[str, Any] = {"target_error": target_error, "max_minutes": max_minutes}
     with ProgressBars() as bars:
-        found = api.profile(config, out, published, device, bars, prior or (), steps or (), report=report, **limits)
+        found = api.profile(
+            config, out, published, device, bars, prior or (), steps or (), target_error, max_minutes, report
+        )
     if is_first_rank():
         print(summaries.measurements_summary(found, out))
 
@@ -74,7 +70,7 @@ def fit(
     measurements: Annotated[list[Path], Argument(help="Folder(s) that `routepack profile` wrote.")],
     config: Config,
     out: Annotated[Path, Option(help="Folder of the cost model.")],
-    prior: Siblings = None,
+    prior: Annotated[Folders, Option(metavar="DIR", help="Cost model of a sibling GPU; may be repeated.")] = None,
 ) -> None:
     """Learn times of any size from measurements and freeze them into tables."""
     with ProgressBars() as bars:
@@ -90,10 +86,12 @@ def tune(
     out: Annotated[Path, Option(help="Folder of the study; an interrupted one is continued.")],
     trials: Annotated[int, Option(min=1, help="Total number of trials, finished ones included.")] = 20,
     workers: Annotated[int, Option(min=1, metavar="N", help="Processes of this machine.")] = 1,
-    storage: Storage = None,
+    storage: Annotated[
+        str | None, Option(help="Optuna URL of a server, for several machines; default: a file.")
+    ] = None,
     ray: Annotated[bool, Option("--ray", help="Run the workers as tasks of a Ray cluster.")] = False,
     new_study: Annotated[bool, Option("--new-study", help="Begin afresh; the earlier study is kept.")] = False,
-    warm_start: WarmStart = None,
+    warm_start: Annotated[Folders, Option(metavar="DIR", help="Study or bundle whose best is tried first.")] = None,
 ) -> None:
     """Tune the planner's settings on step batches, part of them held out."""
     how: dict[str, Any] = {"workers": workers, "ray": ray, "new_study": new_study, "warm_start": warm_start or ()}
@@ -238,20 +236,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _plain_notes():
             app(args=None if arguments is None else list(arguments), prog_name="routepack")
+            return 0
     except RoutePackError as error:
-        return _fail(str(error))
+        message = str(error)
     except OSError as error:
         if error.filename is None:
             raise
-        return _fail(f"{error.filename}: {error.strerror}. Choose another path, or make room or rights there.")
+        message = f"{error.filename}: {error.strerror}. Choose another path, or make room or rights there."
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if code == 130:
             print("Interrupted; the same command continues what profile and tune have finished.", file=sys.stderr)
         return code
-    return 0
-
-
-def _fail(message: str) -> int:
     print(f"Error: {' '.join(message.split())}", file=sys.stderr)
     return 1

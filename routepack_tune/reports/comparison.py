@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,29 +44,18 @@ def compare_planners(planner: Planner, batches: Sequence[StepBatch], seed: int =
 
     A baseline that finds no packing under the cap for a batch is left out.
     """
-    found: dict[str, list[Outcome]] = {}
-    for batch in batches:
-        for one in _outcomes(planner, batch, seed):
-            found.setdefault(one.planner, []).append(one)
-    return [_mean(outcomes) for outcomes in found.values() if len(outcomes) == len(batches)]
+    import pandas as pd  # type: ignore[import-untyped]
 
-
-def _mean(outcomes: Sequence[Outcome]) -> Outcome:
-    step, attention, experts, rest, lost, rows, plan = np.mean([astuple(one)[1:] for one in outcomes], axis=0).tolist()
-    return Outcome(outcomes[0].planner, step, attention, experts, rest, lost, round(rows), plan)
-
-
-def _problem(planner: Planner, batch: StepBatch) -> Problem:
-    """Return the batch as ``planner`` prices it: every contestant pays the same alignment and coupling."""
-    from search import build_problem
-
-    return build_problem(batch, planner.tables, planner.spec, planner.topology, planner.max_tokens, planner.params)
+    found = pd.DataFrame([asdict(one) for batch in batches for one in _outcomes(planner, batch, seed)])
+    planners = found.groupby("planner", sort=False)
+    means = planners.mean()[planners.size() == len(batches)].reset_index()
+    return [Outcome(**one) for one in means.round({"rows": 0}).astype({"rows": int}).to_dict("records")]
 
 
 def _outcomes(planner: Planner, batch: StepBatch, seed: int) -> Iterator[Outcome]:
-    from search import SHOWN_BASELINES, price_baseline
+    from search import SHOWN_BASELINES, build_problem, price_baseline
 
-    problem = _problem(planner, batch)
+    problem = build_problem(batch, *planner.job)  # every contestant pays the planner's own alignment and coupling
 
     def outcome(name: str, begin: float, of: StepTime, rows: int) -> Outcome:
         plan_s, lost = time.perf_counter() - begin, lost_share(problem, of.step_time_s, rows)
@@ -86,8 +75,7 @@ def lost_share(problem: Problem, step_time_s: float, rows: int) -> float:
     """Return the share of a step time that perfect balance in the same number of rows would save."""
     from search import balanced_ns
 
-    ideal_s = balanced_ns(problem, rows) * 1e-9 / problem.tables.pipeline_stages
-    return max(0.0, 1.0 - ideal_s / step_time_s)
+    return max(0.0, 1.0 - balanced_ns(problem, rows) * 1e-9 / problem.tables.pipeline_stages / step_time_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +99,9 @@ def rank_load(rank_rows_RBPL: np.ndarray) -> RankLoad:
 
 def loads_before_and_after(planner: Planner, batch: StepBatch, plan: Plan) -> tuple[RankLoad, RankLoad]:
     """Return the EP ranks' load under the default plan and under ``plan``."""
-    from search import DEFAULT_BASELINE, evaluate, price_baseline
+    from search import DEFAULT_BASELINE, build_problem, evaluate, price_baseline
 
-    problem = _problem(planner, batch)
+    problem = build_problem(batch, *planner.job)
     before, _ = price_baseline(problem, DEFAULT_BASELINE)
     after = evaluate(problem, plan.row_N, plan.slot_N, plan.placement_LE, plan.num_rows)
     return rank_load(before.rank_rows_RBPL), rank_load(after.rank_rows_RBPL)

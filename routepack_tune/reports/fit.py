@@ -3,32 +3,20 @@
 The page lies in the cost model's folder as ``costmodel-report.html``. All errors are of rows that were held out by
 group, and every contestant was fitted without them: the fitted baseline, LightGBM alone, interpolation of measured
 curves where a validation has it, and the model. Every contestant keeps its colour.
-
-Shape suffixes: N held-out rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
-from routepack_tune.reports.figures import (
-    AFTER,
-    ATTENTION,
-    BEFORE,
-    EXPERTS,
-    INK,
-    as_svg,
-    panels,
-    parity_figure,
-    plot_bars,
-)
-from routepack_tune.reports.page import Block, Section, Table, page
+from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, EXPERTS, INK, as_svg, panels, plot_bars
+from routepack_tune.reports.page import Block, Section, Table, as_table, page
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -55,28 +43,11 @@ LABELS = {
 }
 COLOURS = {"model": AFTER, "fitted baseline": BEFORE, "LightGBM alone": EXPERTS, "curve interpolation": ATTENTION}
 OTHER_COLOURS = ("#a855f7", "#ef4444", "#14b8a6")
+INTERVALS = {"inside the timed sizes": "inside_pct", "at the largest sizes": "largest_sizes_pct"}
 FEWEST_IN_BIN = 5
 MOST_SHAPES = 12
 MOST_INPUTS = 12
-
-
-@dataclass(frozen=True)
-class HeldOutRows:
-    """What every contestant said about rows that it had not seen."""
-
-    true_us: np.ndarray
-    """[N] measured times."""
-    predicted_us: Mapping[str, np.ndarray]
-    """Per contestant, [N]; the model last. A row that a contestant cannot answer is NaN."""
-    size_label: str
-    size_N: np.ndarray | None = None
-    """The size by which rows were held out; None where rows are not known any more."""
-    shape_N: np.ndarray | None = None
-    """[N] text: the model's shape behind every row."""
-
-    def errors_pct(self) -> pd.DataFrame:
-        """Return ``predicted / true - 1`` in percent, a column per contestant, NaN where there is no prediction."""
-        return pd.DataFrame({name: 100 * (us / self.true_us - 1) for name, us in self.predicted_us.items()})
+MOST_POINTS = 1500
 
 
 def contestant_label(key: str) -> str:
@@ -113,8 +84,8 @@ def error_table(validation: Mapping[str, Any]) -> list[str]:
     """Return the lines of a plain table: a row per operation and split, a column per contestant."""
     cells: dict[str, dict[str, str]] = {}
     for line in error_lines(validation):
-        row = cells.setdefault(f"{line['operation']}, {line['split']}", {})
-        row[line["contestant"]] = f"{line['median_pct']:.1f} / {line['mape_pct']:.1f} / {line['p95_pct']:.1f}"
+        row = cells.setdefault("{operation}, {split}".format_map(line), {})
+        row[line["contestant"]] = "{median_pct:.1f} / {mape_pct:.1f} / {p95_pct:.1f}".format_map(line)
     if not cells:
         return []
     grid = pd.DataFrame.from_dict(cells, orient="index")
@@ -123,48 +94,48 @@ def error_table(validation: Mapping[str, Any]) -> list[str]:
     return grid.to_string().splitlines()
 
 
-def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dict[str, HeldOutRows]:
-    """Return the validation's rows with the size and shape of each, per operation and direction.
+def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dict[tuple[str, str], pd.DataFrame]:
+    """Return the validation's rows per operation and direction: a column per contestant, the model last.
 
-    Rows are found again in the measurements; where their times do not agree with the validation's, sizes and shapes
-    are left out rather than guessed.
+    A column holds predictions, microseconds, NaN where there is none. The index is ``true_us``, ``size`` (by which rows
+    were held out) and ``shape`` (the model's, in words). The last two are found again in the measurements; where their
+    times do not agree with the validation's, both are NaN rather than guessed.
     """
-    from costmodels.features import rows_by, size_of
+    from costmodels.features import size_of
 
     found = {}
     for (name, direction), fitted in model.models.items():
-        held_out = model.parity.get(f"{name}_{direction}")
-        if held_out is None:
+        if (held_out := model.parity.get(f"{name}_{direction}")) is None:
             continue
-        operation, size_N, shape_N = fitted.operation, None, None
-        parts = [batch.select(op=name, direction=direction, status="ok", flag="").rows for batch in measurements]
-        columns = {key: np.concatenate([part[key] for part in parts]) for key in (*operation.features, "time_us")}
-        good = np.logical_and.reduce([columns[key] > 0 for key in columns if key not in operation.zero_allowed])
-        columns = {key: column[good].astype(np.float64) for key, column in columns.items()}
-        if np.array_equal(columns["time_us"], held_out.true_us):
-            size_N = size_of(operation, columns)
-            short = [feature.removeprefix("num_").replace("_", " ") for feature in operation.family]
-            shape_N = np.empty(size_N.size, dtype=object)
-            for shape, places in rows_by(columns, operation.family).items():
-                shape_N[places] = ", ".join(f"{key} {value}" for key, value in zip(short, shape, strict=True))
-        label = operation.features[operation.size[0]]
-        found[f"{name}-{direction}"] = HeldOutRows(held_out.true_us, contestants(held_out), label, size_N, shape_N)
+        operation, where = fitted.operation, {"op": name, "direction": direction, "status": "ok", "flag": ""}
+        columns = ["time_us", *operation.features]
+        parts = [pd.DataFrame(batch.select(**where).rows, columns=columns) for batch in measurements]
+        rows = pd.concat(parts).astype(np.float64)
+        rows = rows[(rows.drop(columns=list(operation.zero_allowed)) > 0).all(axis=1)]
+        index: dict[str, Any] = {"true_us": held_out.true_us, "size": np.nan, "shape": np.nan}
+        if np.array_equal(rows["time_us"], held_out.true_us):
+            index["size"] = size_of(operation, {key: rows[key].to_numpy() for key in operation.size})
+            short = {key: key.removeprefix("num_").replace("_", " ") for key in operation.family}
+            records = rows.to_dict("records")
+            index["shape"] = [", ".join(f"{short[key]} {row[key]:.0f}" for key in short) for row in records]
+        found[name, direction] = pd.DataFrame(contestants(held_out), pd.MultiIndex.from_frame(pd.DataFrame(index)))
     return found
 
 
-def errors_by_size(rows: HeldOutRows) -> pd.DataFrame:
+def errors_pct(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return ``|predicted / true - 1|`` in percent of every contestant's predictions."""
+    return 100 * (rows.div(rows.index.get_level_values("true_us"), axis=0) - 1).abs()
+
+
+def errors_by_size(rows: pd.DataFrame) -> pd.DataFrame:
     """Return every contestant's median error in percent by octave of size; NaN where it answered too few rows."""
-    if rows.size_N is None:
-        return pd.DataFrame()
-    octaves = rows.errors_pct().abs().groupby(np.exp2(np.rint(np.log2(rows.size_N))))
+    octaves = errors_pct(rows).groupby(np.exp2(np.rint(np.log2(rows.index.get_level_values("size")))))
     return octaves.median().where(octaves.count() >= FEWEST_IN_BIN)
 
 
-def errors_by_shape(rows: HeldOutRows) -> pd.DataFrame:
+def errors_by_shape(rows: pd.DataFrame) -> pd.DataFrame:
     """Return every contestant's mean error in percent on the shapes on which the model is worst, the worst first."""
-    if rows.shape_N is None:
-        return pd.DataFrame()
-    return rows.errors_pct().abs().groupby(rows.shape_N).mean().nlargest(MOST_SHAPES, "model")
+    return errors_pct(rows).groupby("shape").mean().nlargest(MOST_SHAPES, "model")
 
 
 def gains(model: OperationModel) -> dict[str, float]:
@@ -189,45 +160,50 @@ def coverages(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return what share of held-out rows lies inside their interval, percent, by where; ``entry`` is one operation's
     validation."""
     intervals = entry.get("intervals") or {}
-    named = {"inside the timed sizes": "inside_pct", "at the largest sizes": "largest_sizes_pct"}
-    return {where: float(intervals[key]) for where, key in named.items() if key in intervals}
+    return {where: float(intervals[key]) for where, key in INTERVALS.items() if key in intervals}
 
 
 def fit_pictures(model: CostModel, measurements: Sequence[Measurements]) -> dict[str, Markup]:
     """Return every picture as SVG, by name: ``experts-forward-parity`` and the like."""
-    figures, rows = {}, held_out_rows(model, measurements)
-    for (name, direction), fitted in model.models.items():
-        if held := rows.get(key := f"{name}-{direction}"):
-            pairs = {label: (held.true_us, predicted) for label, predicted in held.predicted_us.items()}
-            colours = [colour_of(label, place) for place, label in enumerate(pairs)]
-            figures[f"{key}-parity"] = parity_figure(pairs, colours)
-            inputs = dict(list(gains(fitted).items())[:MOST_INPUTS])
-            draws = [partial(draw, held) for draw in (plot_errors_by_size, plot_errors_by_shape, plot_residuals)]
-            label = "share of the trees' gain, %" if inputs else "no trees in this model"
-            draws.append(partial(plot_bars, inputs, label))
-            figures[f"{key}-errors"] = panels(10.4, 6.0, *draws, columns=2)
-    inside = {
-        f"{operation} {where}": share
-        for operation, entry in model.validation.items()
-        for where, share in coverages(entry).items()
-    }
-    if inside:
-        figures["coverage"] = panels(7.2, 0.3 * len(inside) + 1.0, partial(plot_coverages, inside))
+    figures = {}
+    for (name, direction), rows in held_out_rows(model, measurements).items():
+        parities = [partial(plot_parity, rows[label], colour_of(label, k)) for k, label in enumerate(rows)]
+        figures[f"{name}-{direction}-parity"] = panels(2.6 * len(parities), 2.7, *parities, sharey=True)
+        fitted = model.models[name, direction]
+        size = fitted.operation.features[fitted.operation.size[0]]
+        errors = [partial(plot_errors_by_size, rows, size), partial(plot_errors_by_shape, rows)]
+        if inputs := dict(list(gains(fitted).items())[:MOST_INPUTS]):
+            errors.append(partial(plot_bars, inputs, "share of the trees' gain, %"))
+        figures[f"{name}-{direction}-errors"] = panels(12.0, 3.2, *errors)
     return {name: as_svg(figure, name) for name, figure in figures.items()}
 
 
-def plot_errors_by_size(rows: HeldOutRows, ax: Axes) -> None:
+def plot_parity(predicted_us: pd.Series, colour: str, ax: Axes) -> None:
+    """Draw predicted against true times of held-out cases; of many points, some, evenly taken in order of true time."""
+    known = predicted_us[np.isfinite(predicted_us)].sort_index(level="true_us")
+    true_us = known.index.get_level_values("true_us").to_numpy()
+    error = 100 * np.median(np.abs(known / true_us - 1)) if known.size else np.nan
+    shown = np.linspace(0, known.size - 1, min(known.size, MOST_POINTS)).astype(np.int64)
+    ax.loglog(true_us[shown], known.iloc[shown], ".", color=colour, markersize=3, alpha=0.5, rasterized=True)
+    ends = true_us[[0, -1]] if known.size else [1.0, 10.0]
+    ax.plot(ends, ends, color=INK, linewidth=1)
+    title = f"{predicted_us.name}\nmedian error {error:.1f}%"
+    ax.set(xlabel="held-out time, µs", ylabel="predicted, µs", title=title)
+    ax.label_outer()
+
+
+def plot_errors_by_size(rows: pd.DataFrame, size_label: str, ax: Axes) -> None:
     """Draw every contestant's median error against size."""
     curves = errors_by_size(rows)
     for place, (name, errors) in enumerate(curves.items()):
         ax.semilogx(curves.index, errors, "o-", color=colour_of(name, place), markersize=3, linewidth=1.4, label=name)
     ax.set_ylim(bottom=0)
-    ax.set(xlabel=rows.size_label, ylabel="median error, %")
+    ax.set(xlabel=size_label, ylabel="median error, %")
     if len(curves):
         ax.legend()
 
 
-def plot_errors_by_shape(rows: HeldOutRows, ax: Axes) -> None:
+def plot_errors_by_shape(rows: pd.DataFrame, ax: Axes) -> None:
     """Draw mean errors of the shapes that the model knows worst."""
     worst = errors_by_shape(rows)[::-1]
     for place, (name, errors) in enumerate(worst.items()):
@@ -237,32 +213,33 @@ def plot_errors_by_shape(rows: HeldOutRows, ax: Axes) -> None:
     ax.set_xlabel("mean error by shape, % (worst shapes)")
 
 
-def plot_residuals(rows: HeldOutRows, ax: Axes) -> None:
-    """Draw how predictions of every contestant spread around the truth."""
-    for place, (name, errors) in enumerate(rows.errors_pct().items()):
-        inside = errors.dropna().clip(-40, 40)
-        ax.hist(inside, np.linspace(-40, 40, 81).tolist(), histtype="step", linewidth=1.4, color=colour_of(name, place))
-    ax.axvline(0.0, color=INK, linewidth=0.8)
-    ax.set(xlabel="predicted over measured - 1, % (ends hold what is beyond)", ylabel="held-out rows")
-
-
-def plot_coverages(inside_pct: Mapping[str, float], ax: Axes) -> None:
-    """Draw how many held-out rows lie inside their 90 % interval."""
-    plot_bars(inside_pct, "rows inside their interval, % (line: promised)", ax)
-    ax.axvline(90.0, color=INK, linewidth=1)
-    ax.set_xlim(0, 100)
-
-
 def fit_page(model: CostModel, pictures: Mapping[str, Markup]) -> str:
     """Return the page."""
     device = model.fingerprint
     times = f"{device.origin} times"
-    operations = [(f"{name} {way}", times, _operation(model, name, way, pictures)) for name, way in model.models]
+    lines = list(error_lines(model.validation))
+    errors = {"task": "{operation}, {split}", "contestant": "{contestant}", "rows": "{rows}"}
+    errors |= {head: f"{{{name}:.1f}}" for name, head in QUANTITIES.items()}
+    words = (
+        "Rows of one size, or of one shape, are held out together; every contestant is fitted without them. Absolute "
+        "relative errors in percent."
+    )
+    inside = [
+        {"operation": operation, "where": where, "rows inside their 90% interval": f"{share:.1f}%"}
+        for operation, entry in model.validation.items()
+        for where, share in coverages(entry).items()
+    ]
+    frozen = [
+        {"table": name, **{f"{key.removesuffix('_pct')}, %": f"{value:.3f}" for key, value in found.items()}}
+        for name, found in model.table_errors.items()
+        if isinstance(found, Mapping)
+    ]
+    ours = [place for place, line in enumerate(lines) if line["contestant"] == "model"]
     sections: list[Section] = [
-        ("Errors on rows that were held out", times, _errors(model)),
-        *operations,
-        ("Intervals", "held out", [pictures.get("coverage", "")]),
-        ("Frozen tables against the model", "", [_tables(model)]),
+        ("Errors on rows that were held out", times, [words, Table(errors, lines, ours)]),
+        *((f"{name} {way}", times, _operation(model, name, way, pictures)) for name, way in model.models),
+        ("Intervals", "held out", [as_table(inside)]),
+        ("Frozen tables against the model", "", [as_table(frozen)]),
         ("What to keep in mind", "", [model.tables.notes if model.tables else ()]),
         ("Where it comes from", "", [_facts(model)]),
     ]
@@ -270,33 +247,11 @@ def fit_page(model: CostModel, pictures: Mapping[str, Markup]) -> str:
     return page("Cost model", subtitle, sections)
 
 
-def _errors(model: CostModel) -> list[Block]:
-    lines = list(error_lines(model.validation))
-    rows = [
-        (f"{line['operation']}, {line['split']}", line["contestant"], line["rows"],
-         *(f"{line[name]:.1f}" for name in QUANTITIES))
-        for line in lines
-    ]  # fmt: skip
-    words = (
-        "Rows of one size, or of one shape, are held out together; every contestant is fitted without them. Absolute "
-        "relative errors in percent."
-    )
-    ours = frozenset(place for place, line in enumerate(lines) if line["contestant"] == "model")
-    return [words, Table(("task", "contestant", "rows", *QUANTITIES.values()), rows, ours)]
-
-
 def _operation(model: CostModel, name: str, direction: str, pictures: Mapping[str, Markup]) -> list[Block]:
     fitted = model.models[name, direction]
     said = f"{fitted.rows} rows fitted, {fitted.flagged_rows} left out by the consistency flags; priced by "
     words = " ".join([f"{said}{KINDS.get(fitted.kind, fitted.kind)}.", *(f"{reason}." for reason in fitted.reasons)])
     return [words, *(pictures.get(f"{name}-{direction}-{kind}", "") for kind in ("parity", "errors"))]
-
-
-def _tables(model: CostModel) -> Table:
-    found = {name: errors for name, errors in model.table_errors.items() if isinstance(errors, Mapping)}
-    heads = [name.removesuffix("_pct") + ", %" for name in next(iter(found.values()), ())]
-    rows = [(name, *(f"{value:.3f}" for value in errors.values())) for name, errors in found.items()]
-    return Table(("table", *heads), rows)
 
 
 def _facts(model: CostModel) -> dict[str, str]:

@@ -3,8 +3,6 @@
 The page lies beside the measurements as ``profile-report.html``. Every number is measured here or published, as the
 rows say. Measured rows are blue, doubtful ones red; the grey physics line is the baseline of ``costmodels`` fitted to
 these very rows: what a roofline explains of them.
-
-Shape suffixes: R rows of one operation and direction.
 """
 
 from __future__ import annotations
@@ -13,15 +11,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
 
+from costmodels.features import take
+from costmodels.learned.baseline import fit_baseline
+from costmodels.operations.catalog import OPERATIONS
+from costmodels.params import FitParams
 from profiler.cases.case import BACKWARD_WORK
 from profiler.cases.operations import DIRECTIONS
 from profiler.cases.operations import OPERATIONS as TIMED
-from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, DOUBTFUL, EXPERTS, INK, picture
-from routepack_tune.reports.page import Block, Section, Table, Verdict, page
+from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, DOUBTFUL, EXPERTS, INK, as_svg, panels
+from routepack_tune.reports.page import Block, Section, Table, as_table, page, verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +48,8 @@ FEWEST_FOR_PHYSICS = 8
 MOST_LINES = 6
 FLOPS_PER_CLOCK = {"sm_80": 2048, "sm_90": 4096, "sm_100": 8192}
 """Dense 16-bit operations of one multiprocessor in one clock, by architecture (NVIDIA's white papers)."""
+LIMITS = {"operation": "{op}, {what}", "wanted": "{wanted}", "timed up to": "{designed}", "reason": "{reason}"}
+FAILURES = {"operation": "{op} {direction}", "status": "{status}", "message": "{message}", "rows": "{rows}"}
 NEVER_TIMED = {"flash-attn-3": "FlashAttention 3", "deep-ep": "DeepEP", "deep-gemm": "DeepGEMM"}
 """Installed packages that may train but whose kernels are never timed."""
 FIRST_GROUPED = 90
@@ -54,97 +60,54 @@ FIRST_GROUPED = 90
 class OperationRows:
     """The good rows of one operation and direction, and what physics says of each."""
 
-    op: str
-    direction: str
+    name: str
+    """Operation and direction in words."""
     size_label: str
-    size_R: np.ndarray
-    """Tokens, rows or bytes."""
-    time_us: np.ndarray
-    physics_us: np.ndarray
-    """NaN where too few rows were timed to fit it, or a row has nothing to do."""
-    doubtful_R: np.ndarray
-    """bool: marked by the consistency flags, or far from the physics line."""
-    flagged: int
-    gbps_R: np.ndarray
-    """Least bytes that have to move (weights, inputs, outputs), over time."""
-    rate_R: np.ndarray
-    """TFLOP/s; GB/s where nothing is computed."""
-    group_R: np.ndarray
-    """int: rows of one shape and pattern, whose sizes form one curve."""
-
-    @property
-    def name(self) -> str:
-        """Operation and direction in words."""
-        return f"{self.op.replace('_', ' ')} {self.direction}"
-
-    @property
-    def unit(self) -> str:
-        """Unit of the rate."""
-        return "GB/s" if TIMED[self.op].exchange else "TFLOP/s"
+    unit: str
+    """Unit of the rate: TFLOP/s, or GB/s where nothing is computed."""
+    rows: pd.DataFrame
+    """``size`` (tokens, rows or bytes), ``time_us``, ``physics_us`` (NaN where too few rows were timed to fit it, or a
+    row has nothing to do), ``flagged`` (by the consistency flags), ``doubtful`` (flagged, or far from that line),
+    ``gbps`` (least bytes that have to move, over time), ``rate`` and ``curve`` (rows of one shape and pattern)."""
 
 
 def operation_rows(measurements: Measurements) -> Iterator[OperationRows]:
     """Yield every operation and direction that has a good row, in the order of the operations."""
-    for op in TIMED:
-        for direction in DIRECTIONS:
-            rows = measurements.select(op=op, direction=direction, status="ok").rows
-            if rows["time_us"].size:
-                yield _rows_of(op, direction, rows)
+    for op, direction in product(TIMED, DIRECTIONS):
+        rows = measurements.select(op=op, direction=direction, status="ok").rows
+        if rows["time_us"].size:
+            yield _rows_of(op, direction, rows)
 
 
 def _rows_of(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> OperationRows:
-    import pandas as pd  # type: ignore[import-untyped]
-
-    from costmodels.operations.catalog import OPERATIONS
-
-    time_us, flagged = rows["time_us"], rows["flag"] != ""
-    sizes = ("tokens",) if "tokens" in TIMED[op].features else OPERATIONS[op].size
+    asked, back = TIMED[op], direction == "backward"
+    sizes = ("tokens",) if "tokens" in asked.features else OPERATIONS[op].size
     # Experts timed here route nothing: their size is that of their rows.
     size = next((name for name in sizes if rows[name].any()), sizes[-1])
-    physics_us = _physics(op, rows)
-    flops, moved = _work(op, direction, rows)
-    gbps = moved / time_us / 1e3
-    curves = pd.DataFrame({name: rows[name] for name in ("pattern", *OPERATIONS[op].family) if name in rows})
-    return OperationRows(
-        op,
-        direction,
-        size.replace("_", " "),
-        rows[size],
-        time_us,
-        physics_us,
-        doubtful_R=flagged | far_from(time_us, physics_us),
-        flagged=int(flagged.sum()),
-        gbps_R=gbps,
-        rate_R=gbps if TIMED[op].exchange else flops / time_us / 1e6,
-        group_R=curves.groupby(list(curves)).ngroup().to_numpy(),
-    )
-
-
-def _physics(op: str, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-    from costmodels.learned.baseline import fit_baseline
-    from costmodels.operations.catalog import OPERATIONS
-    from costmodels.params import FitParams
-
-    operation, time_us = OPERATIONS[op], rows["time_us"]
-    needed = ("time_us", *(name for name in operation.features if name not in operation.zero_allowed))
-    usable = np.logical_and.reduce([rows[name] > 0 for name in needed])
-    fitted = usable & (rows["flag"] == "")
-    physics = np.full(usable.size, np.nan)
-    if fitted.sum() >= FEWEST_FOR_PHYSICS:
-        columns = {name: rows[name].astype(np.float64) for name in operation.features}
-        some = {name: column[fitted] for name, column in columns.items()}
-        found = fit_baseline(operation, some, time_us[fitted], FitParams())
-        physics[usable] = operation.baseline({name: column[usable] for name, column in columns.items()}, found)
-    return physics
-
-
-def _work(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the floating-point operations and the least bytes of every row."""
-    asked, back = TIMED[op], direction == "backward"
     flops = asked.flops(rows) * (BACKWARD_WORK if back and "attention" in op else 1 + back)
     width = np.array([4 if name == "float32" else 1 if "8" in name else 2 for name in rows["dtype"].tolist()])
     moved = rows["bytes"] if asked.exchange else asked.elements(rows) * width * (1 + back)
-    return flops, moved
+    shapes = pd.DataFrame({name: rows[name] for name in ("pattern", *OPERATIONS[op].family) if name in rows})
+    found = pd.DataFrame({"size": rows[size], "time_us": rows["time_us"], "physics_us": _physics(op, rows)})
+    found["flagged"] = rows["flag"] != ""
+    found["doubtful"] = found["flagged"] | far_from(rows["time_us"], found["physics_us"].to_numpy())
+    found["gbps"] = moved / rows["time_us"] / 1e3
+    found["rate"] = found["gbps"] if asked.exchange else flops / rows["time_us"] / 1e6
+    found["curve"] = shapes.groupby(list(shapes)).ngroup()
+    unit = "GB/s" if asked.exchange else "TFLOP/s"
+    return OperationRows(f"{op} {direction}".replace("_", " "), size.replace("_", " "), unit, found)
+
+
+def _physics(op: str, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+    operation, time_us = OPERATIONS[op], rows["time_us"]
+    columns = {name: rows[name].astype(np.float64) for name in operation.features}
+    usable = np.logical_and.reduce([columns[name] > 0 for name in columns if name not in operation.zero_allowed])
+    usable &= time_us > 0
+    fitted, physics = usable & (rows["flag"] == ""), np.full(usable.size, np.nan)
+    if fitted.sum() >= FEWEST_FOR_PHYSICS:
+        found = fit_baseline(operation, take(columns, fitted), time_us[fitted], FitParams())
+        physics[usable] = operation.baseline(take(columns, usable), found)
+    return physics
 
 
 def far_from(time_us: np.ndarray, physics_us: np.ndarray) -> np.ndarray:
@@ -164,62 +127,43 @@ def peak_tflops(fingerprint: Mapping[str, Any], dtype: str) -> float:
     return float(per_clock * fingerprint.get("units", 0) * fingerprint.get("clock_max_mhz", 0)) / 1e6
 
 
-def anchor_course(readings: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the anchor's times over their median, in order, and the clocks over their highest (NaN where untold)."""
-    cases = np.array([reading["case_id"] for reading in readings])
-    times = np.array([reading["time_us"] for reading in readings], dtype=np.float64)
-    relative = np.array([time / np.median(times[cases == case]) for time, case in zip(times, cases, strict=True)])
-    clocks = np.array([reading["readings"].get("clock_mhz", np.nan) for reading in readings], dtype=np.float64)
-    return relative, clocks / np.nanmax(clocks) if np.isfinite(clocks).any() else clocks
+def anchor_course(readings: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return the anchor's ``time`` over its median and its ``clock`` over the highest (NaN where untold), by look."""
+    columns = ["case_id", "time_us", "readings.clock_mhz"]
+    looks = pd.json_normalize(list(readings)).reindex(columns=columns)
+    time = looks["time_us"] / looks.groupby("case_id")["time_us"].transform("median")
+    clock = looks["readings.clock_mhz"] / looks["readings.clock_mhz"].max()
+    return pd.DataFrame({"time": time, "clock": clock}).set_index(looks.index + 1)
 
 
-def plot_times(rows: OperationRows, ax: Axes) -> None:
+def plot_times(of: OperationRows, ax: Axes) -> None:
     """Draw time against size on logarithmic axes, with the physics line of the commonest shapes."""
-    shown = rows.size_R > 0
-    for group, _ in Counter(rows.group_R[shown].tolist()).most_common(MOST_LINES):
-        mine = np.flatnonzero(shown & (rows.group_R == group) & np.isfinite(rows.physics_us))
-        mine = mine[np.lexsort((rows.physics_us[mine], rows.size_R[mine]))]
-        ax.plot(rows.size_R[mine], rows.physics_us[mine], "-", color=BEFORE, linewidth=1)
-    for some, marker, colour in ((~rows.doubtful_R, ".", ATTENTION), (rows.doubtful_R, "x", DOUBTFUL)):
-        some = shown & some
-        ax.plot(rows.size_R[some], rows.time_us[some], marker, color=colour, rasterized=some.sum() > 500)
-    _logarithmic(ax, shown)
-    ax.set(xlabel=rows.size_label, ylabel="time, µs")
+    rows = of.rows.query("size > 0")
+    for curve, _ in Counter(rows["curve"]).most_common(MOST_LINES):
+        line = rows[rows["curve"] == curve].dropna(subset="physics_us").sort_values(["size", "physics_us"])
+        ax.plot(line["size"], line["physics_us"], "-", color=BEFORE, linewidth=1)
+    for some, marker, colour in ((~rows["doubtful"], ".", ATTENTION), (rows["doubtful"], "x", DOUBTFUL)):
+        ax.plot(rows["size"][some], rows["time_us"][some], marker, color=colour, rasterized=some.sum() > 500)
+    ax.set(xscale="log", yscale="log", xlabel=of.size_label, ylabel="time, µs")
 
 
-def plot_throughput(rows: OperationRows, peak: float, ax: Axes) -> None:
+def plot_throughput(of: OperationRows, peak: float, ax: Axes) -> None:
     """Draw TFLOP/s (GB/s where nothing is computed) against time, with the peak where it is known."""
-    shown = rows.rate_R > 0
-    ax.plot(rows.time_us[shown], rows.rate_R[shown], ".", color=EXPERTS, rasterized=shown.sum() > 500)
-    best = rows.rate_R[shown].max(initial=0.0)
-    line, label = (peak, "peak") if peak > 0 and rows.unit == "TFLOP/s" else (best, "best seen")
-    if shown.any():
-        ax.axhline(line, color=INK, linewidth=0.8)
-        ax.text(0.02, line, f"{label} {line:.3g}", transform=ax.get_yaxis_transform(), fontsize=8, va="bottom")
-    _logarithmic(ax, shown)
-    ax.set(xlabel="time, µs", ylabel=rows.unit)
-
-
-def _logarithmic(ax: Axes, shown: np.ndarray) -> None:
-    """Make both axes logarithmic; numbers between powers of ten are shown only where there are few powers."""
-    from matplotlib.ticker import NullFormatter
-
-    if not shown.any():
-        return
-    ax.set(xscale="log", yscale="log")
-    for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
-        if high >= 20 * low:
-            axis.set_minor_formatter(NullFormatter())
+    rows = of.rows.query("rate > 0")
+    line, label = (peak, "peak") if peak > 0 and of.unit == "TFLOP/s" else (rows["rate"].max(), "best seen")
+    ax.loglog(rows["time_us"], rows["rate"], ".", color=EXPERTS, rasterized=len(rows) > 500)
+    ax.axhline(line, color=INK, linewidth=0.8)
+    ax.text(0.02, line, f"{label} {line:.3g}", transform=ax.get_yaxis_transform(), fontsize=8, va="bottom")
+    ax.set(xlabel="time, µs", ylabel=of.unit)
 
 
 def plot_course(readings: Sequence[Mapping[str, Any]], limit: float, ax: Axes) -> None:
     """Draw how the anchor's time, and the clock, went through the sweep."""
-    times, clocks = anchor_course(readings)
-    order = np.arange(1, times.size + 1)
+    course = anchor_course(readings)
     ax.axhspan(1 - limit, 1 + limit, color=AFTER, alpha=0.12, linewidth=0)
-    ax.plot(order, times, "o-", color=ATTENTION, linewidth=1.2, label="time of the anchor over its median")
-    if np.isfinite(clocks).any():
-        ax.plot(order, clocks, "-", color=EXPERTS, linewidth=1.2, label="clock over its highest")
+    ax.plot(course["time"], "o-", color=ATTENTION, linewidth=1.2, label="time of the anchor over its median")
+    if course["clock"].notna().any():
+        ax.plot(course["clock"], "-", color=EXPERTS, linewidth=1.2, label="clock over its highest")
     ax.set_ylim(bottom=0)
     ax.locator_params(axis="x", integer=True)
     ax.set_xlabel("looks at the anchor, through the sweep")
@@ -241,8 +185,8 @@ def profile_page(measurements: Measurements) -> str:
         *((one.name, mark, _operation(one, peak)) for one in operations),
         ("Rounds", "measured", [_rounds(meta.get("rounds") or ())]),
         ("Ranks", "measured", _ranks(meta.get("ranks") or ())),
-        ("Left out: what lies beyond is extrapolated", "", [_limits(meta.get("limits") or ())]),
-        ("What did not run", "", [Table(("operation", "status", "message", "rows"), failures(measurements))]),
+        ("Left out: what lies beyond is extrapolated", "", [Table(LIMITS, meta.get("limits") or ())]),
+        ("What did not run", "", [Table(FAILURES, failures(measurements))]),
         ("Where it comes from", "", [_facts(measurements)]),
     ]
     units = f", {device['units']} units" if device["units"] else ""
@@ -251,75 +195,82 @@ def profile_page(measurements: Measurements) -> str:
     return page("Profile", subtitle, sections)
 
 
-def failures(measurements: Measurements) -> list[tuple[str, str, str, int]]:
-    """Return what has no time: operation and direction, status, message, rows."""
+def failures(measurements: Measurements) -> list[dict[str, Any]]:
+    """Return what has no time: operation and direction, status, message, and the number of rows."""
     rows = measurements.take(measurements.rows["status"] != "ok").rows
-    named = zip(*(rows[name].tolist() for name in ("op", "direction", "status", "message")), strict=True)
-    counted = Counter((f"{op} {direction}", status, message) for op, direction, status, message in named)
-    return [(*key, count) for key, count in sorted(counted.items())]
+    names = ["op", "direction", "status", "message"]
+    return pd.DataFrame(rows, columns=names).value_counts(sort=False).reset_index(name="rows").to_dict("records")
 
 
 def _steadiness(meta: Mapping[str, Any]) -> list[Block]:
     found = meta.get("steadiness")
     if not found:
         published = meta["fingerprint"].get("origin") == "published"
-        return [] if published else [Verdict("Nobody watched: profile again.")]
+        return [] if published else [verdict("Nobody watched: profile again.")]
     readings = (meta.get("anchor") or {}).get("readings") or ()
     limit = float((meta.get("params") or {}).get("max_drift", 0.25))
     shares = {text: f"{100 * found[name]:.1f}%" for name, text in SHARES.items() if found.get(name) is not None}
     held = [f"{reason} at {looks} look{'s' * (looks != 1)}" for reason, looks in (found.get("held_by") or {}).items()]
-    yes = Verdict("Nothing that was watched left its limits.", "Yes.")
-    no = Verdict("Do not fit these times; close other work and profile again into a new folder.", "No.")
+    yes = verdict("Nothing that was watched left its limits.", "Yes.")
+    no = verdict("Do not fit these times; close other work and profile again into a new folder.", "No.")
     return [
         yes if found["steady"] else no,
         () if found["steady"] else found["problems"],
         shares | {"clocks held down by": ", ".join(held)},
-        picture("course", 7.2, 2.6, partial(plot_course, readings, limit)) if readings else "",
+        as_svg(panels(7.2, 2.6, partial(plot_course, readings, limit)), "course") if readings else "",
     ]
 
 
 def _overview(operations: Sequence[OperationRows], peak: float) -> list[Block]:
     lines = []
-    for rows in operations:
-        best = np.nanmax(rows.rate_R)
-        share = f"{100 * best / peak:.0f}%" if peak and rows.unit == "TFLOP/s" else "-"
-        off = np.abs(np.log(rows.time_us / rows.physics_us))
-        from_line = f"{100 * np.nanmedian(off):.1f}%" if np.isfinite(off).any() else "-"
-        doubtful, rate = int(rows.doubtful_R.sum()), f"{best:.3g} {rows.unit}"
-        lines.append((rows.name, rows.time_us.size, doubtful, rows.flagged, from_line, rate, share))
+    for of in operations:
+        off, best = np.log(of.rows["time_us"] / of.rows["physics_us"]).abs().median(), of.rows["rate"].max()
+        lines.append(
+            {
+                "operation": of.name,
+                "rows": len(of.rows),
+                "doubtful": of.rows["doubtful"].sum(),
+                "of them flagged": of.rows["flagged"].sum(),
+                "from the physics line": "-" if np.isnan(off) else f"{off:.1%}",
+                "best": f"{best:.3g} {of.unit}",
+                "of the peak": f"{best / peak:.0%}" if peak and of.unit == "TFLOP/s" else "-",
+            }
+        )
     words = (
         f"The arithmetic peak is {peak:.0f} TFLOP/s: multiprocessors x highest clock x operations per clock."
         if peak
         else "The device's peak is not known: throughput is shown against the best that was seen here."
     )
-    heads = ("operation", "rows", "doubtful", "of them flagged", "from the physics line", "best", "of the peak")
-    return [words, Table(heads, lines)]
+    return [words, as_table(lines)]
 
 
-def _operation(rows: OperationRows, peak: float) -> list[Block]:
-    said = ["Grey: the physics line, for the commonest shapes."]
-    if rows.doubtful_R.any():
+def _operation(of: OperationRows, peak: float) -> list[Block]:
+    rows, said = of.rows, []
+    if doubtful := rows["doubtful"].sum():
         said.append(
-            f"Red crosses: {int(rows.doubtful_R.sum())} doubtful rows, slower than a larger case ({rows.flagged}) or "
-            "farther from the line than three times the rows' scatter about it."
+            f"Red crosses: {doubtful} doubtful rows, slower than a larger case ({rows['flagged'].sum()}) or farther "
+            "from the line than three times the rows' scatter about it."
         )
-    idle = rows.time_us[rows.size_R == 0]
-    if idle.size:
-        said.append(f"With nothing to do it takes {np.median(idle):.1f} µs.")
-    if (rows.gbps_R > 0).any():
-        said.append(f"Best {np.nanmax(rows.gbps_R):.3g} GB/s of weights, inputs and outputs.")
-    draws = partial(plot_times, rows), partial(plot_throughput, rows, peak)
-    return [" ".join(said), picture(rows.name.replace(" ", "-"), 9.6, 3.3, *draws)]
+    if (idle := rows["time_us"][rows["size"] == 0]).size:
+        said.append(f"With nothing to do it takes {idle.median():.1f} µs.")
+    if not (rows["size"] > 0).any():
+        return [" ".join(said)]
+    said.append(f"Best {rows['gbps'].max():.3g} GB/s of weights, inputs and outputs.")
+    drawn = panels(9.6, 3.3, partial(plot_times, of), partial(plot_throughput, of, peak))
+    words = ["Grey: the physics line, for the commonest shapes.", *said]
+    return [" ".join(words), as_svg(drawn, of.name.replace(" ", "-"))]
 
 
 def _rounds(rounds: Sequence[Mapping[str, Any]]) -> Table:
     ops = sorted({op for one in rounds for op in one["errors_pct"]})
     lines = []
     for number, one in enumerate(rounds, 1):
-        errors = [f"{one['errors_pct'][op]:.1f}" if op in one["errors_pct"] else "-" for op in ops]
-        lines.append((number, one["cases"], f"{one['minutes']:.2f}", *errors, one["stopped_by"].replace("_", " ")))
-    heads = [f"{op.replace('_', ' ')}, held-out error %" for op in ops]
-    return Table(("round", "cases", "minutes", *heads, "stopped by"), lines)
+        line = {"round": number, "cases": one["cases"], "minutes": f"{one['minutes']:.2f}"}
+        for op in ops:
+            error = f"{one['errors_pct'][op]:.1f}" if op in one["errors_pct"] else "-"
+            line[f"{op.replace('_', ' ')}, held-out error %"] = error
+        lines.append(line | {"stopped by": one["stopped_by"].replace("_", " ")})
+    return as_table(lines)
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]]) -> list[Block]:
@@ -327,14 +278,8 @@ def _ranks(ranks: Sequence[Mapping[str, Any]]) -> list[Block]:
         return []
     slow = max(ranks, key=lambda one: one["speed"])
     words = f"Slowest: rank {slow['rank']} on {slow['host']}, {100 * (slow['speed'] - 1):.1f}% above the median time."
-    lines = [(one["rank"], one["host"], one["device"], f"{one['speed']:.3f}") for one in ranks]
-    return [words, Table(("rank", "host", "device", "time over the median"), lines)]
-
-
-def _limits(limits: Sequence[Mapping[str, Any]]) -> Table:
-    names = ("op", "what", "wanted", "designed", "reason")
-    lines = [[one.get(name, "") for name in names] for one in limits]
-    return Table(("operation", "what", "wanted", "timed up to", "reason"), lines)
+    heads = {"rank": "{rank}", "host": "{host}", "device": "{device}", "time over the median": "{speed:.3f}"}
+    return [words, Table(heads, ranks)]
 
 
 def _facts(measurements: Measurements) -> dict[str, Any]:

@@ -1,29 +1,17 @@
-"""The quickstart's page: what the tuned plan gains, why, and how far to trust it."""
+"""The quickstart's page: what the tuned plan gains, and why; how the study and the fit went is on their own pages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from costmodels.tables import read_npz
 from routepack_tune.reports.comparison import Outcome, RankLoad
-from routepack_tune.reports.figures import (
-    ABOVE,
-    AFTER,
-    ATTENTION,
-    BEFORE,
-    EXPERTS,
-    REST,
-    as_svg,
-    parity_figure,
-    picture,
-)
+from routepack_tune.reports.figures import ABOVE, ATTENTION, EXPERTS, REST, as_svg, panels
 from routepack_tune.reports.page import Block, Section, Table, Tile, page
-from routepack_tune.reports.tuning import best_so_far, plot_history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,17 +21,23 @@ PARTS = {
     "experts_s": ("experts", EXPERTS),
     "rest_s": ("dispatch, combine, fixed", REST),
 }
+COLUMNS = {
+    "planner": "{planner}",
+    "step, s": "{step_s:.3f}",
+    "attention, s": "{attention_s:.3f}",
+    "experts, s": "{experts_s:.3f}",
+    "rest, s": "{rest_s:.3f}",
+    "lost to imbalance": "{lost_share:.1%}",
+    "rows": "{rows}",
+    "plan, s": "{plan_s:.3f}",
+}
 SHORT_NAMES = {"first-fit decreasing": "FFD", "Karmarkar-Karp": "KK", "RoutePack-Tune (tuned plan)": "RoutePack-Tune"}
-Parities = Mapping[str, tuple[np.ndarray, np.ndarray]]
-"""True and predicted held-out times, microseconds, by operation and direction."""
 
 
 def quickstart_page(
     subtitle: str,
     outcomes: Sequence[Outcome],
     loads: tuple[RankLoad, RankLoad],
-    history: Sequence[Mapping[str, Any]],
-    parities: Parities,
     facts: Mapping[str, str],
     notes: Sequence[str],
 ) -> str:
@@ -55,29 +49,20 @@ def quickstart_page(
         Default first, tuned last.
     loads
         Load of the EP ranks under the default and the tuned plan.
-    history
-        The study's trials.
     facts
-        Where everything comes from: model, topology, device, data, versions.
+        Where everything comes from: model, topology, device, data, versions, other pages.
     notes
         What a reader must know: assumed, extrapolated, synthetic.
     """
+    times = as_svg(panels(7.2, 0.62 * len(outcomes) + 1.2, partial(plot_time_split, outcomes)), "times")
+    table = Table(COLUMNS, [asdict(one) for one in outcomes], tuned=[len(outcomes) - 1])
     sections: list[Section] = [
-        ("Predicted step time", "synthetic batches, predicted times", _times(outcomes)),
+        ("Predicted step time", "synthetic batches, predicted times", [times, table]),
         ("Load of the expert-parallel ranks", "synthetic batches", _loads(*loads)),
-        ("Tuning", "synthetic batches, predicted and measured times", _tuning(history)),
-        ("How well the times are known", "published times", _parities(parities)),
         ("What to keep in mind", "", [notes]),
         ("Where it comes from", "", [facts]),
     ]
     return page("RoutePack-Tune: quickstart", subtitle, sections, _tiles(outcomes))
-
-
-def parities_of(costmodel: Path | str) -> Parities:
-    """Return the held-out times that ``routepack fit`` kept."""
-    arrays = read_npz(Path(costmodel) / "parity.npz", "Held-out times")
-    names = sorted(name.removesuffix("_true_us") for name in arrays if name.endswith("_true_us"))
-    return {name.replace("_", " "): (arrays[f"{name}_true_us"], arrays[f"{name}_predicted_us"]) for name in names}
 
 
 def _tiles(outcomes: Sequence[Outcome]) -> list[Tile]:
@@ -92,44 +77,15 @@ def _tiles(outcomes: Sequence[Outcome]) -> list[Tile]:
     ]
 
 
-def _times(outcomes: Sequence[Outcome]) -> list[Block]:
-    heads = "planner", "step, s", "attention, s", "experts, s", "rest, s", "lost to imbalance", "rows", "plan time"
-    rows = []
-    for one in outcomes:
-        seconds = [f"{value:.3f}" for value in (one.step_s, one.attention_s, one.experts_s, one.rest_s)]
-        plan = f"{one.plan_s:.2f} s" if one.plan_s >= 0.1 else f"{1000 * one.plan_s:.0f} ms"
-        rows.append([one.planner, *seconds, f"{100 * one.lost_share:.1f}%", one.rows, plan])
-    drawn = picture("times", 7.2, 0.62 * len(outcomes) + 1.2, partial(plot_time_split, outcomes))
-    return [drawn, Table(heads, rows, frozenset({len(rows) - 1}))]
-
-
 def _loads(before: RankLoad, after: RankLoad) -> list[Block]:
     limit = max(1.05, float(before.relative_LP.max()), float(after.relative_LP.max()))
     named = {"default plan": before, "tuned plan": after}
+    draws = [partial(plot_rank_load, load, name, limit) for name, load in named.items()]
     return [
         f"The hottest rank of a row and layer carries {before.hottest.mean():.2f} times the mean before and "
         f"{after.hottest.mean():.2f} times after: every other rank waits for it.",
-        picture("loads", 7.2, 3.2, *(partial(plot_rank_load, load, name, limit) for name, load in named.items())),
-        picture("hottest", 7.2, 2.8, partial(plot_hottest, before, after)),
+        as_svg(panels(7.2, 3.2, *draws), "loads"),
     ]
-
-
-def _tuning(history: Sequence[Mapping[str, Any]]) -> list[Block]:
-    best = best_so_far(history)
-    if not len(best):
-        return []
-    words = (
-        f"{len(best)} feasible trial(s); the objective is step time plus exposed planning time over the default "
-        f"plan's. Best: {best.iloc[-1]:.4f}."
-    )
-    return [words, picture("history", 7.2, 2.8, partial(plot_history, history))]
-
-
-def _parities(parities: Parities) -> list[Block]:
-    if not parities:
-        return []
-    words = "Times of cases that the model had not seen (held-out folds) against its predictions."
-    return [words, as_svg(parity_figure(parities), "parity")]
 
 
 def plot_time_split(outcomes: Sequence[Outcome], ax: Axes) -> None:
@@ -159,12 +115,3 @@ def plot_rank_load(load: RankLoad, title: str, limit: float, ax: Axes) -> None:
     image = ax.imshow(load.relative_LP, aspect="auto", interpolation="nearest", **shades)
     ax.set(xlabel="EP rank", ylabel="MoE layer", title=title)
     ax.figure.colorbar(image, ax=ax, fraction=0.05, pad=0.03).outline.set_visible(False)
-
-
-def plot_hottest(before: RankLoad, after: RankLoad, ax: Axes) -> None:
-    """Draw how far the hottest EP rank is above the mean, over all rows and layers."""
-    edges = np.linspace(1.0, max(before.hottest.max(), after.hottest.max(), 1.01), 50).tolist()
-    for load, label, colour in ((before, "default plan", BEFORE), (after, "tuned plan", AFTER)):
-        ax.hist(load.hottest, bins=edges, color=colour, alpha=0.75, label=f"{label} (mean {load.hottest.mean():.2f})")
-    ax.set(xlabel="hottest EP rank over the mean, per row and layer (1 is even)", ylabel="rows x layers")
-    ax.legend()

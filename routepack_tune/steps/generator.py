@@ -5,67 +5,55 @@ imbalance of 1.3-4.0 at step level that persists along a sequence, is nearly ind
 slowly with more samples. Popularity is correlated between neighbouring expert ids and tilted by domain, prompt and
 sample; lengths are log-normal, strongly correlated among the rollouts of one prompt, and cut at the cap.
 
-Shape suffixes: L MoE layers, E experts, S rollouts of one prompt.
+Shape suffixes: N samples, L MoE layers, E experts, S rollouts of one prompt.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
 if TYPE_CHECKING:
     from profiler import ModelSpec
     from search import StepBatch
 
 
-@dataclass(frozen=True, slots=True)
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(allow_inf_nan=False))
 class WorkloadParams:
     """Describe a stream of step batches."""
 
-    num_prompts: int = 32
+    num_prompts: PositiveInt = 32
     """Prompts of one optimizer step."""
-    rollouts: int = 8
+    rollouts: PositiveInt = 8
     """Samples of each prompt."""
-    median_tokens: float = 5000.0
+    median_tokens: Annotated[float, Field(ge=1)] = 5000.0
     """Median length of a sample."""
-    sigma: float = 0.9
+    sigma: NonNegativeFloat = 0.9
     """Standard deviation of the logarithm of the length."""
-    max_tokens: int = 32768
+    max_tokens: PositiveInt = 32768
     """Lengths are cut here; the spike at the cap is real workloads' too."""
-    prompt_correlation: float = 0.65
+    prompt_correlation: Share = 0.65
     """Share of the length's variance that a prompt's rollouts have in common."""
-    base_sd: float = 0.55
-    """Tilt of the expert popularity that all samples share, in logits."""
-    domain_sd: float = 0.45
-    """Tilt by the prompt's domain."""
-    prompt_sd: float = 0.30
-    """Tilt by the prompt."""
-    sample_sd: float = 0.20
-    """Tilt by the sample."""
-    num_domains: int = 4
+    base_sd: NonNegativeFloat = 0.55
+    """Tilt of the expert popularity that all samples share, in logits; then by domain, by prompt and by sample."""
+    domain_sd: NonNegativeFloat = 0.45
+    prompt_sd: NonNegativeFloat = 0.30
+    sample_sd: NonNegativeFloat = 0.20
+    num_domains: PositiveInt = 4
     """Domains that prompts are drawn from."""
-    expert_correlation: float = 0.5
+    expert_correlation: Share = 0.5
     """Correlation of popularity between neighbouring expert ids."""
-    layer_correlation: float = 0.3
+    layer_correlation: Share = 0.3
     """Correlation of popularity between neighbouring layers."""
-    drift: float = 0.15
+    drift: Share = 0.15
     """Share of the base's and domains' standard deviation that is new in every step."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "rollouts", "max_tokens", "num_domains"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"Expected {name} >= 1, got {getattr(self, name)}.")
-        for name in ("expert_correlation", "layer_correlation", "prompt_correlation", "drift"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"Expected {name} between 0 and 1, got {getattr(self, name)}.")
-        for f in fields(self):
-            if not (math.isfinite(getattr(self, f.name)) and getattr(self, f.name) >= 0):
-                raise ValueError(f"Expected {f.name} to be finite and >= 0, got {getattr(self, f.name)}.")
-        if not self.median_tokens >= 1:
-            raise ValueError(f"Expected median_tokens >= 1, got {self.median_tokens}.")
 
 
 def make_step_batch(
@@ -85,36 +73,26 @@ def make_step_batch(
     from search import StepBatch
 
     params = params or WorkloadParams()
-    layers, experts, top_k = (
-        shape if isinstance(shape, tuple) else (shape.num_moe_layers, shape.num_experts, shape.top_k)
-    )
+    if not isinstance(shape, tuple):
+        shape = shape.num_moe_layers, shape.num_experts, shape.top_k
+    layers, experts, top_k = shape
     popularity = _drifting_popularity(layers, experts, params, seed, step)
-    lengths, counts = [], []
+    lengths, counts, names = [], [], []
     for prompt in range(params.num_prompts):
         rng = np.random.default_rng([seed, 2, step, prompt])
-        lengths_s = _draw_lengths(params, rng)
-        lengths.append(lengths_s)
-        counts.append(_draw_counts(popularity, lengths_s, top_k, params, rng))
-    length_n = np.concatenate(lengths)
+        lengths.append(_draw_lengths(params, rng))
+        counts.append(_draw_counts(popularity, lengths[-1], top_k, params, rng))
+        names += [f"p{prompt}r{rollout}" for rollout in range(params.rollouts)]
+    length_N = np.concatenate(lengths)
     prompt_ids = np.repeat(np.arange(params.num_prompts, dtype=np.int64), params.rollouts)
-    rollout = np.tile(np.arange(params.rollouts), params.num_prompts)
-    return StepBatch(
-        lengths=length_n,
-        expert_counts=np.concatenate(counts),
-        sample_ids=np.array([f"p{p}r{r}" for p, r in zip(prompt_ids, rollout, strict=True)]),
-        prompt_ids=prompt_ids,
-        known_tokens=length_n.copy(),
-    )
+    return StepBatch(length_N, np.concatenate(counts), np.array(names), length_N.copy(), prompt_ids)
 
 
 def _drifting_popularity(layers: int, experts: int, params: WorkloadParams, seed: int, step: int) -> np.ndarray:
     """Return the logits of every domain, [domains, L, E]: base plus domain, each partly redrawn per step."""
-    keep = math.sqrt(1 - params.drift**2)
     logits = np.zeros((params.num_domains, layers, experts))
-    for rng, share in (
-        (np.random.default_rng([seed, 0]), keep),
-        (np.random.default_rng([seed, 1, step]), params.drift),
-    ):
+    for stream, share in (([seed, 0], math.sqrt(1 - params.drift**2)), ([seed, 1, step], params.drift)):
+        rng = np.random.default_rng(stream)
         logits += share * params.base_sd * _field(1, layers, experts, params, rng)
         logits += share * params.domain_sd * _field(params.num_domains, layers, experts, params, rng)
     return logits

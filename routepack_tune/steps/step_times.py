@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import csv
 import difflib
-import io
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from profiler.errors import RoutePackError
 from profiler.files import read_json
@@ -34,67 +32,48 @@ class StepTimes:
 
 
 def read_step_times(path: Path | str) -> dict[str, StepTimes]:
-    """Return the measured steps of a file by name.
+    """Return the measured steps of a file by name; what is wrong in it is an error that names row and step."""
+    import pandas as pd  # type: ignore[import-untyped]
 
-    Raises
-    ------
-    RoutePackError
-        If the file is missing or damaged, a column is missing or unknown, a step occurs twice, or a time is no
-        number of seconds above 0; the message names the step.
-    """
-    path, found = Path(path), {}
-    for number, row in enumerate(_rows(path), start=1):
-        step, source = str(row.get("step") or ""), f"Step times {path}, row {number}"
-        if not step:
-            raise RoutePackError(f"{source} names no step. Give the step batch's file name without .npz.")
-        if step in found:
-            raise RoutePackError(f"{source}: step {step!r} occurs twice. Keep one row a step.")
-        total = _seconds(row.get("step_time_s"), source, "step_time_s")
-        if not total > 0:
-            raise RoutePackError(f"{source}: step {step!r} has step_time_s {row.get('step_time_s')!r}, not above 0.")
-        parts = tuple(_seconds(row.get(name), source, name) for name in PARTS)
-        if sum(part for part in parts if not math.isnan(part)) > 1.01 * total:
-            raise RoutePackError(f"{source}: the parts of step {step!r} add up to more than its {total:g} s.")
-        found[step] = StepTimes(total, parts, path.parent / row["plan"] if row.get("plan") else None)
-    if not found:
-        raise RoutePackError(f"Step times {path} hold no step. Write one row a step: {', '.join(COLUMNS[:2])}.")
-    return found
-
-
-def _rows(path: Path) -> list[Mapping[str, Any]]:
-    """Read the rows of either format and check their columns."""
-    if path.suffix == ".json":
-        rows = read_json(path, "Step times")
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise RoutePackError(f"Step times {path}: expected a list of objects with {', '.join(COLUMNS)}.")
-    else:
-        try:
-            rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig")), strict=True))
-        except FileNotFoundError:
-            raise RoutePackError(f"Step times not found: {path}.") from None
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise RoutePackError(f"Step times {path} cannot be read: {error}. Write them as CSV or .json.") from None
-    for row in rows:
-        unknown = [name for name in row if name not in COLUMNS]
-        if unknown:
-            near = difflib.get_close_matches(str(unknown[0]), COLUMNS, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise RoutePackError(
-                f"Step times {path}: unknown column {unknown[0]!r}; known: {', '.join(COLUMNS)}.{hint}"
-            )
-        if "step" not in row or "step_time_s" not in row:
-            raise RoutePackError(f"Step times {path}: columns step and step_time_s are needed, got {list(row)}.")
-    return rows
-
-
-def _seconds(value: Any, source: str, name: str) -> float:
-    """Return a number of seconds; NaN where the field is empty."""
-    if value is None or value == "":
-        return math.nan
+    path = Path(path)
     try:
-        seconds = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise RoutePackError(f"{source}: {name} is {value!r}, expected a number of seconds.")
-    return seconds
+        if path.suffix == ".json":
+            rows = pd.DataFrame(read_json(path, "Step times"))
+        else:
+            rows = pd.DataFrame(csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines(), strict=True))
+    except FileNotFoundError:
+        raise RoutePackError(f"Step times not found: {path}.") from None
+    except (OSError, ValueError, csv.Error) as error:
+        raise RoutePackError(f"Step times {path} cannot be read: {error}. Write them as CSV or .json.") from None
+    if rows.empty:
+        raise RoutePackError(f"Step times {path} hold no step. Write one row a step: {', '.join(COLUMNS[:2])}.")
+    unknown = [str(name) for name in rows if name not in COLUMNS]
+    if unknown or not {"step", "step_time_s"} <= set(rows):
+        near = difflib.get_close_matches(unknown[0], COLUMNS, 1) if unknown else []
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise RoutePackError(
+            f"Step times {path}: columns step and step_time_s are needed, {', '.join(COLUMNS[2:])} are optional, "
+            f"got {', '.join(map(str, rows))}.{hint}"
+        )
+    rows = rows.reindex(columns=COLUMNS).astype(object).replace({"": None, np.nan: None})
+    given = rows[["step_time_s", *PARTS]]
+    seconds = given.astype(str).apply(pd.to_numeric, errors="coerce").where(given.notna())
+    total, parts = seconds["step_time_s"], seconds[list(PARTS)]
+    wrong = {
+        "names no step: give the step batch's file name without .npz": rows["step"].isna(),
+        "occurs twice: keep one row a step": rows["step"].duplicated(),
+        "holds a time that is not above 0, or no number of seconds": (
+            ~(total > 0) | (given.notna() & ~((seconds >= 0) & np.isfinite(seconds))).any(axis=1)
+        ),
+        "has parts that add up to more than the step": parts.sum(axis=1) > 1.01 * total,
+    }
+    for problem, bad in wrong.items():
+        if bad.any():
+            row = rows.loc[bad.idxmax()].dropna()
+            raise RoutePackError(f"Step times {path}, row {bad.idxmax() + 1}: step {problem}. It holds {dict(row)}.")
+    return {
+        str(row.step): StepTimes(
+            float(total[i]), tuple(parts.loc[i]), path.parent / str(row.plan) if row.plan else None
+        )
+        for i, row in enumerate(rows.itertuples())
+    }

@@ -24,10 +24,19 @@ if TYPE_CHECKING:
     from profiler import ModelSpec
     from search import StepBatch
 
-LAYOUT = {"lengths": "N", "sample_ids": "N", "expert_counts": "NLE", "expert_ids": "TLK", "offsets": "O",
-          "prompt_ids": "N", "known_tokens": "N"}  # fmt: skip
+LAYOUT = dict.fromkeys(("lengths", "sample_ids", "prompt_ids", "known_tokens"), "N")
+LAYOUT |= {"expert_counts": "NLE", "expert_ids": "TLK", "offsets": "O"}
 """Names that are read, with their axes; others are left alone."""
 AXES = {"N": "samples", "T": "tokens", "L": "layers", "E": "experts", "K": "experts a token", "O": "offsets"}
+EXPECTED = {
+    "N": "lengths has {N} samples.",
+    "O": "lengths has {N} samples.",
+    "L": "{model} has {L} MoE layers ({hidden} hidden ones, which may be given too). Is it a batch of another model?",
+    "E": "{model} has {E}. More are usually physical slots of a rebalanced engine (redundant experts): record logical "
+    "experts. Or is it a batch of another model?",
+    "K": "{model} has {K}. Is it a batch of another model?",
+}
+"""What an axis of another size should have been."""
 STALE_RUN_TOKENS = 16
 """So many identical rows in a row, over all layers, look like a stale buffer rather than like text."""
 
@@ -58,13 +67,14 @@ def batch_from_arrays(arrays: Mapping[str, Any], spec: ModelSpec, source: str = 
     from search import StepBatch
     from search.problem import known_tokens
 
-    if arrays.get("lengths") is None or (arrays.get("expert_counts") is None and arrays.get("expert_ids") is None):
-        raise RoutePackError(f"{source} is no step batch: it needs `lengths` [N] and `expert_counts` [N, L, E], or "
-                             "`expert_ids` [T, L, K] with `offsets` [N + 1].")  # fmt: skip
+    arrays = {name: arrays[name] for name in LAYOUT if arrays.get(name) is not None}
+    if "lengths" not in arrays or not ("expert_counts" in arrays or {"expert_ids", "offsets"} <= arrays.keys()):
+        raise RoutePackError(
+            f"{source} is no step batch: it needs `lengths` [N] and `expert_counts` [N, L, E], or `expert_ids` "
+            "[T, L, K] with `offsets` [N + 1], where each sample's rows begin."
+        )
     num_samples = np.shape(arrays["lengths"])[0] if np.ndim(arrays["lengths"]) else 0
-    given = {
-        name: _array(name, arrays[name], spec, num_samples, source) for name in LAYOUT if arrays.get(name) is not None
-    }
+    given = {name: _array(name, array, spec, num_samples, source) for name, array in arrays.items()}
     lengths = given["lengths"].astype(np.int64)
     if num_samples == 0:
         raise RoutePackError(f"{source}: the step is empty (lengths has no sample). Skip planning for such a step.")
@@ -79,10 +89,8 @@ def batch_from_arrays(arrays: Mapping[str, Any], spec: ModelSpec, source: str = 
         counts = given["expert_counts"]
         stated = given["known_tokens"].astype(np.int64) if "known_tokens" in given else None
         known = known_tokens(counts, lengths, names, spec.top_k, stated, f"{source}: sample")
-    elif "offsets" in given:
-        counts, known = _count_routes(given["expert_ids"], given["offsets"], lengths, spec.num_experts, where, source)
     else:
-        raise RoutePackError(f"{source}: expert_ids [T, L, K] need `offsets` [N + 1], where each sample's rows begin.")
+        counts, known = _count_routes(given["expert_ids"], given["offsets"], lengths, spec.num_experts, where, source)
     prompts = given["prompt_ids"].astype(np.int64) if "prompt_ids" in given else None
     return StepBatch(lengths, counts.astype(np.int32), names, known, prompts)
 
@@ -97,14 +105,9 @@ def list_step_files(steps: Path | str | Sequence[Path | str]) -> list[Path]:
     """
     if not isinstance(steps, (str, Path)):
         return [path for one in steps for path in list_step_files(one)]
-    if Path(steps).is_dir():
-        files = sorted(Path(steps).glob("*.npz"))
-        if not files:
-            raise RoutePackError(f"{steps} holds no step batch (*.npz). Write one per optimizer step there.")
-        return files
-    files = (
-        [Path(steps)] if Path(steps).is_file() else sorted(p for p in map(Path, glob.glob(str(steps))) if p.is_file())
-    )
+    path = Path(steps)
+    found = path.glob("*.npz") if path.is_dir() else [path] if path.is_file() else map(Path, glob.glob(str(steps)))
+    files = sorted(path for path in found if path.is_file())
     if not files:
         raise RoutePackError(f"Step batches not found: {steps}. Give a folder of .npz files, a file or a quoted glob.")
     return files
@@ -137,8 +140,6 @@ def _array(name: str, value: Any, spec: ModelSpec, num_samples: int, source: str
     array, axes = np.asarray(value), LAYOUT[name]
     if array.dtype.kind not in ("iuU" if name == "sample_ids" else "iu"):
         raise RoutePackError(f"{source}: expected {name} to hold integers, got {array.dtype}. Convert it when writing.")
-    if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
-        raise RoutePackError(f"{source}: {name} holds {array.max()}, beyond any count of tokens.")
     if array.ndim != len(axes):
         wanted = " x ".join(AXES[axis] for axis in axes)
         raise RoutePackError(f"{source}: expected {name} as {wanted}, got the shape {list(array.shape)}.")
@@ -146,17 +147,9 @@ def _array(name: str, value: Any, spec: ModelSpec, num_samples: int, source: str
         array = array[:, np.asarray(spec.moe_layers)]
     sizes = {"N": num_samples, "O": num_samples + 1, "L": spec.num_moe_layers, "E": spec.num_experts, "K": spec.top_k}
     for axis, size in zip(axes, array.shape, strict=True):
-        if size == sizes.get(axis, size):
-            continue
-        hidden = f" (or all {spec.num_layers} hidden ones)" if axis == "L" and spec.num_layers != sizes["L"] else ""
-        owned = f"{sizes[axis]} {'MoE layers' if axis == 'L' else AXES[axis]}"
-        hint = f"{spec.name} has {owned}{hidden}. Is it a batch of another model?"
-        if axis == "E" and size > sizes[axis]:
-            hint = (f"{spec.name} has {sizes[axis]}. More are usually physical slots of a rebalanced engine (redundant "
-                    "experts): record logical experts.")  # fmt: skip
-        elif axis in "NO":
-            hint = f"lengths has {num_samples} samples."
-        raise RoutePackError(f"{source}: {name} has {size} {AXES[axis]}, {hint}")
+        if size != sizes.get(axis, size):
+            expected = EXPECTED[axis].format(model=spec.name, hidden=spec.num_layers, **sizes)
+            raise RoutePackError(f"{source}: {name} has {size} {AXES[axis]}, {expected}")
     return array
 
 
@@ -186,9 +179,11 @@ def _count_routes(
     for i, begin in enumerate(offsets[:-1]):
         own = ids[begin : offsets[i + 1]].astype(np.int64)  # widened here: engines store 8 and 16 bits
         counts[i], known[i] = _count_sample(own, num_experts, where[i])
-        first, last = _longest_run(own)
-        if last - first + 1 >= STALE_RUN_TOKENS:
-            stale.append(f"{where[i]} rows {first}-{last}")
+        same = ((own[1:] == own[:-1]) & (own[1:] >= 0)).all(axis=(1, 2))
+        ends = np.flatnonzero(np.concatenate(([True], ~same, [True])))
+        if np.diff(ends).max() >= STALE_RUN_TOKENS:
+            longest = np.diff(ends).argmax()
+            stale.append(f"{where[i]} rows {ends[longest]}-{ends[longest + 1] - 1}")
     if stale:
         warnings.warn(
             f"{len(stale)} sample(s) hold long runs of identical routes in all layers (first: {stale[0]}): possibly a "
@@ -200,39 +195,26 @@ def _count_routes(
 
 def _count_sample(ids: np.ndarray, num_experts: int, where: str) -> tuple[np.ndarray, int]:
     """Return one sample's counts [L, E] and its number of known tokens."""
-    for token, layer, k in _found((ids < -1) | (ids >= num_experts)):
-        value = int(ids[token, layer, k])
-        hint = (
-            "Ids at or above the number of experts are usually physical slots of a rebalanced engine (redundant "
-            "experts): record logical ids."
-            if value >= num_experts
-            else "Negative ids other than -1 (unknown) are usually a wrapped 8-bit store: record wider integers."
-        )
-        raise RoutePackError(
-            f"{where} layer {layer}: token {token} has expert id {value}, outside 0..{num_experts - 1}. {hint}"
-        )
-    unknown = ids < 0
-    known_rows = np.logical_not(unknown.all(axis=(1, 2)))
-    for token, layer, _ in _found(unknown & known_rows[:, None, None]):
-        raise RoutePackError(
-            f"{where} layer {layer}: token {token} mixes ids and -1. A token's routes are known in all layers or in "
-            "none: mark the whole row -1."
-        )
-    ordered = np.sort(ids, axis=2)
-    for token, layer, k in _found((ordered[:, :, 1:] == ordered[:, :, :-1]) & known_rows[:, None, None]):
-        raise RoutePackError(
-            f"{where} layer {layer}: token {token} names expert {ordered[token, layer, k]} twice; the {ids.shape[2]} "
-            "ids of a token are distinct. Check the layout of the array: [tokens, layers, top_k]."
-        )
+    ids = np.sort(ids, axis=2)
+    known = ids.max(axis=(1, 2)) >= 0
+    has = f"has expert id {{id}}, outside 0..{num_experts - 1}:"
+    wrong = (
+        (ids >= num_experts, f"{has} a physical slot of an engine with redundant experts? Record logical ids."),
+        (ids < -1, f"{has} negative but not -1 (unknown), a wrapped 8-bit store? Record wider integers."),
+        (
+            (ids < 0) & known[:, None, None],
+            "mixes ids and -1: its routes are known in all layers or in none. Mark the whole row -1.",
+        ),
+        (
+            (np.diff(ids, axis=2) == 0) & known[:, None, None],
+            "names expert {id} twice. Check the layout of the array: [tokens, layers, top_k].",
+        ),
+    )
+    for places, problem in wrong:
+        for token, layer, k in _found(places):
+            said = problem.format(id=ids[token, layer, k])
+            raise RoutePackError(f"{where} layer {layer}: token {token} {said}")
     layers = ids.shape[1]
-    keys = ids[known_rows] + (np.arange(layers) * num_experts)[:, None]
+    keys = ids[known] + (np.arange(layers) * num_experts)[:, None]
     counts = np.bincount(keys.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
-    return counts, int(known_rows.sum())
-
-
-def _longest_run(ids: np.ndarray) -> tuple[int, int]:
-    """Return the first and last row of the longest run of identical known rows."""
-    same = ((ids[1:] == ids[:-1]) & (ids[1:] >= 0)).all(axis=(1, 2))
-    breaks = np.flatnonzero(np.concatenate(([True], ~same, [True])))
-    longest = int(np.diff(breaks).argmax())
-    return int(breaks[longest]), int(breaks[longest + 1] - 1)
+    return counts, int(known.sum())

@@ -13,7 +13,6 @@ Shape suffixes: L MoE layers, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,24 +27,8 @@ QUANTILES = tuple(q / 10 for q in range(11))
 HOTTEST = 8
 SPREADS = 3.0
 FLOORS = {"tokens a step": 0.25, "lengths": 0.25, "hottest expert over mean": 0.20, "effective experts": 0.10}
-"""Relative differences that are never a shift."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shift:
-    """Hold how far recent batches are from the tuning batches in one respect, in percent."""
-
-    name: str
-    change_pct: float
-    """Mean change with its sign."""
-    distance_pct: float
-    """Mean of the absolute change: above the change where, say, short samples shrink and long ones grow."""
-    limit_pct: float
-
-    @property
-    def shifted(self) -> bool:
-        """Tell whether the distance exceeds its limit."""
-        return self.distance_pct > self.limit_pct
+"""Relative differences that are never a shift, of the numbers of a batch in :data:`KEYS`."""
+KEYS = ("tokens", "length_quantiles", "hottest_over_mean", "effective_experts")
 
 
 def workload_statistics(names: Sequence[str], batches: Iterable[StepBatch]) -> dict[str, Any]:
@@ -82,9 +65,24 @@ def workload_statistics(names: Sequence[str], batches: Iterable[StepBatch]) -> d
     }
 
 
-def compare_workloads(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> tuple[Shift, ...]:
-    """Return the distance of recent batches from tuning batches in every respect (see the module's text)."""
-    return tuple(_shift(name, read(tuned["batches"]), read(recent["batches"])) for name, read in _READERS.items())
+def compare_workloads(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """Return how far recent batches are from tuning batches in every respect, in percent (see the module's text).
+
+    The mean change with its sign; the mean of the absolute change, which is above it where, say, short samples shrink
+    and long ones grow; and the limit above which that is a shift.
+    """
+    found = {}
+    for (name, floor), key in zip(FLOORS.items(), KEYS, strict=True):
+        before, after = (np.log2([np.atleast_1d(row[key]) for row in stream["batches"]]) for stream in (tuned, recent))
+        change, count, limit = after.mean(axis=0) - before.mean(axis=0), len(before), np.log2(1 + floor)
+        if count > 1:
+            # A batch is sqrt(1 + 1 / (k - 1)) spreads from the mean of the k - 1 others.
+            left_out = np.abs(before - (before.sum(axis=0) - before) / (count - 1)).mean(axis=1)
+            spread = np.sqrt(np.mean(left_out**2) / (1 + 1 / (count - 1)))
+            limit = max(limit, SPREADS * spread * np.sqrt(1 / len(after) + 1 / count))
+        change, distance, limit = (100 * (np.exp2([change.mean(), np.abs(change).mean(), limit]) - 1)).tolist()
+        found[name] = change, distance, limit
+    return found
 
 
 def hottest_overlap(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> float:
@@ -98,24 +96,3 @@ def _skew(loads_LE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     share_LE = loads_LE / loads_LE.sum(axis=1, keepdims=True)
     entropy_L = -(share_LE * np.log2(np.where(share_LE > 0, share_LE, 1.0))).sum(axis=1)
     return share_LE.max(axis=1) * share_LE.shape[1], np.exp2(entropy_L)
-
-
-def _log2(*keys: str) -> Any:
-    return lambda rows: np.log2([np.atleast_1d(row[key]) for row in rows for key in keys])
-
-
-_READERS = dict(
-    zip(FLOORS, map(_log2, ("tokens", "length_quantiles", "hottest_over_mean", "effective_experts")), strict=True)
-)
-
-
-def _shift(name: str, tuned: np.ndarray, recent: np.ndarray) -> Shift:
-    """Compare the means of two sets of rows; both [batches, numbers], base-2 logarithms."""
-    change = recent.mean(axis=0) - tuned.mean(axis=0)
-    limit, count = float(np.log2(1 + FLOORS[name])), len(tuned)
-    if count > 1:
-        # A batch is sqrt(1 + 1 / (k - 1)) spreads from the mean of the k - 1 others.
-        left_out = np.abs(tuned - (tuned.sum(axis=0) - tuned) / (count - 1)).mean(axis=1)
-        spread = float(np.sqrt(np.mean(left_out**2) / (1 + 1 / (count - 1))))
-        limit = max(limit, SPREADS * spread * float(np.sqrt(1 / len(recent) + 1 / count)))
-    return Shift(name, *(100.0 * (2.0**x - 1.0) for x in (float(change.mean()), float(np.abs(change).mean()), limit)))

@@ -15,6 +15,7 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from costmodels import FitParams
@@ -26,8 +27,8 @@ from profiler.cases.case import case_id, causal_pairs
 from routepack_tune import fit, summaries
 from routepack_tune.reports.figures import panels, plot_bars
 from routepack_tune.reports.fit import (
+    MOST_POINTS,
     REPORT_FILE,
-    HeldOutRows,
     contestants,
     coverages,
     error_lines,
@@ -36,10 +37,9 @@ from routepack_tune.reports.fit import (
     errors_by_size,
     gains,
     held_out_rows,
-    plot_coverages,
     plot_errors_by_shape,
     plot_errors_by_size,
-    plot_residuals,
+    plot_parity,
 )
 from routepack_tune.tracking.fit_tracking import REGISTERED_PREFIX, fit_metrics, input_example, predict_frame, track_fit
 from routepack_tune.tracking.store import own_uri, quiet_mlflow, tracking_at
@@ -159,30 +159,28 @@ def test_lines_of_a_validation_by_hand():
 
 
 def test_rows_are_found_again_with_size_and_shape(done, rows):
-    found = rows["experts-forward"]
-    assert set(np.unique(found.shape_N)) == {"hidden size 64, experts 8", "hidden size 128, experts 16"}
-    assert found.size_N.max() == 1024
-    assert list(found.predicted_us)[-1] == "model"
-    assert np.array_equal(found.true_us, done.model.parity["experts_forward"].true_us)
+    found = rows["experts", "forward"]
+    assert set(found.index.unique("shape")) == {"hidden size 64, experts 8", "hidden size 128, experts 16"}
+    assert found.index.get_level_values("size").max() == 1024
+    assert list(found)[-1] == "model"
+    true_us = done.model.parity["experts_forward"].true_us
+    assert np.array_equal(found.index.get_level_values("true_us"), true_us)
     report = done.model.validation["experts/forward"]["unseen sizes"]["model"]
-    assert error_summary(found.predicted_us["model"], found.true_us)["median_pct"] == report["median_pct"]
+    assert error_summary(found["model"].to_numpy(), true_us)["median_pct"] == report["median_pct"]
 
 
 def test_rows_of_other_measurements_are_not_guessed(done):
     half = done.measured.take(np.arange(len(done.measured)) % 2 == 0)
-    found = held_out_rows(done.model, [half])["experts-forward"]
-    assert (found.size_N, found.shape_N) == (None, None)
+    found = held_out_rows(done.model, [half])["experts", "forward"]
     assert errors_by_size(found).empty
     assert errors_by_shape(found).empty
 
 
 def by_hand():
     size = np.repeat([8.0, 64.0], 6)
-    true = np.full(12, 100.0)
-    model = np.where(size == 8.0, 110.0, 102.0)
-    baseline = np.where(size == 8.0, np.nan, 150.0)
-    shapes = np.array(["a", "b"] * 6)
-    return HeldOutRows(true, {"fitted baseline": baseline, "model": model}, "rows", size, shapes)
+    index = pd.MultiIndex.from_arrays([np.full(12, 100.0), size, ["a", "b"] * 6], names=["true_us", "size", "shape"])
+    model, baseline = np.where(size == 8.0, 110.0, 102.0), np.where(size == 8.0, np.nan, 150.0)
+    return pd.DataFrame({"fitted baseline": baseline, "model": model}, index)
 
 
 def test_errors_by_size_and_shape_by_hand():
@@ -195,6 +193,16 @@ def test_errors_by_size_and_shape_by_hand():
     assert sorted(worst.index) == ["a", "b"]
     assert worst["model"]["a"] == pytest.approx(6.0)
     assert worst["fitted baseline"]["a"] == pytest.approx(50.0)
+
+
+def test_parity_keeps_ends_and_error_of_all():
+    true = np.arange(1.0, 5001.0)
+    answers = pd.DataFrame({"x": true[::-1] * 1.1, "y": np.nan}, pd.Index(true[::-1], name="true_us"))
+    full, empty = panels(5, 3, *(partial(plot_parity, answers[name], "blue") for name in answers)).axes
+    points = full.get_lines()[0].get_xdata()
+    assert (points.size, points[0], points[-1]) == (MOST_POINTS, 1.0, 5000.0)
+    assert full.get_title() == "x\nmedian error 10.0%"
+    assert empty.get_lines()[0].get_xdata().size == 0
 
 
 def test_contestants_of_a_validation():
@@ -228,11 +236,10 @@ def test_coverages_are_read_off_a_validation():
 
 
 def test_plots_draw_what_there_is():
-    draws = [partial(draw, by_hand()) for draw in (plot_errors_by_size, plot_errors_by_shape, plot_residuals)]
-    figure = panels(9, 3, *draws, partial(plot_bars, {}, "none"), partial(plot_coverages, {"experts": 90.0}))
-    assert len(figure.axes) == 5
+    draws = partial(plot_errors_by_size, by_hand(), "rows"), partial(plot_errors_by_shape, by_hand())
+    figure = panels(9, 3, *draws, partial(plot_bars, {}, "none"))
+    assert len(figure.axes) == 3
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["fitted baseline", "model"]
-    assert [bar.get_width() for bar in figure.axes[4].patches] == [90.0]
 
 
 def client(folder):

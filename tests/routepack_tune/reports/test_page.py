@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from markupsafe import Markup
 
 from profiler import DeviceFingerprint, Measurements
-from routepack_tune.reports.page import Table, Verdict, page
+from routepack_tune.reports.page import Table, page, verdict
 from routepack_tune.reports.profile import profile_page
 from routepack_tune.reports.tuning import tuning_page
 from routepack_tune.study.folder import read_study
@@ -42,8 +42,8 @@ def test_every_place_of_the_page_escapes():
         words = [HOSTILE if k == place else "plain" for k in range(12)]
         blocks = [
             words[0],
-            Table([words[1]], [[words[2]]]),
-            Verdict(words[3], words[4]),
+            Table({words[1]: "{cell}"}, [{"cell": words[2]}]),
+            verdict(words[3], words[4]),
             {words[5]: words[6]},
             [words[7]],
         ]
@@ -54,10 +54,10 @@ def test_every_place_of_the_page_escapes():
 
 
 def test_blocks_become_what_they_are():
-    table = Table(("name", "n"), [("a", 1), ("b", 2)], frozenset({1}))
+    table = Table({"name": "{name}", "n": "{n:02}"}, [{"name": "a", "n": 1}, {"name": "b", "n": 2}], tuned=[1])
     facts = {"text": "a fact named like a field", "none": ""}
-    text = page("t", "s", [("all", "measured", ["words", table, Verdict("said.", "No."), facts, ["line"]])])
-    for part in ('<p class="soft">words</p>', '<tr class="tuned"><td>b</td><td>2</td></tr>', "<p><b>No.</b> said.</p>",
+    text = page("t", "s", [("all", "measured", ["words", table, verdict("said.", "No."), facts, ["line"]])])
+    for part in ('<p class="soft">words</p>', '<tr class="tuned"><td>b</td><td>02</td></tr>', "<p><b>No.</b> said.</p>",
                  "<dl><dt>text</dt><dd>a fact named like a field</dd></dl>", "<ul><li>line</li></ul>",
                  '<span class="mark">measured</span>'):  # fmt: skip
         assert part in text, part
@@ -65,7 +65,7 @@ def test_blocks_become_what_they_are():
 
 
 def test_what_is_empty_is_not_shown():
-    text = page("t", "s", [("gone", "measured", ["", Table(("head",), []), {"none": ""}, []])])
+    text = page("t", "s", [("gone", "measured", ["", Table({"head": "{head}"}, []), {"none": ""}, []])])
     assert "gone" not in text
     assert "<section>" not in text
 

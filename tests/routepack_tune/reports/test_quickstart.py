@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 from html.parser import HTMLParser
 
 import numpy as np
@@ -21,8 +22,8 @@ from routepack_tune.reports.comparison import (
     lost_share,
     rank_load,
 )
-from routepack_tune.reports.figures import MOST_POINTS, as_svg, parity_figure
-from routepack_tune.reports.quickstart import parities_of, quickstart_page, short_name
+from routepack_tune.reports.figures import as_svg, panels, plot_bars
+from routepack_tune.reports.quickstart import quickstart_page, short_name
 from routepack_tune.steps.traces import load_step_batch
 from search import BASELINES, DEFAULT_BASELINE, build_problem, price_baseline
 
@@ -47,16 +48,6 @@ def test_rank_load_without_rows_is_even():
     found = rank_load(np.zeros((2, 1, 4, 3), np.int64))
     assert (found.relative_LP == 1).all()
     assert found.hottest.size == 0
-
-
-def test_parity_keeps_ends_and_error_of_all():
-    true = np.arange(1.0, 5001.0)
-    none = np.array([np.nan, 0.0])
-    full, empty = parity_figure({"x": (true, true * 1.1), "y": (none, none + 1)}).axes
-    points = full.get_lines()[0].get_xdata()
-    assert (points.size, points[0], points[-1]) == (MOST_POINTS, 1.0, 5000.0)
-    assert full.get_title() == "x\nmedian error 10.0%"
-    assert empty.get_lines()[0].get_xdata().size == 0
 
 
 def test_names_fit_under_bars():
@@ -113,14 +104,10 @@ def _ideal(problem, rows):
 @pytest.fixture(scope="module")
 def report():
     loads = tuple(rank_load(np.random.default_rng(seed).integers(1, 100, (2, 1, 4, 3))) for seed in (0, 1))
-    true = np.geomspace(1, 1000, 50)
-    trials = [{"number": n, "value": value, "state": "complete"} for n, value in enumerate((1.0, 0.9))]
     return quickstart_page(
         "synthetic & predicted",
         [outcome(DEFAULT_BASELINE, 2.0, 0.4), outcome("first-fit decreasing + LPT", 1.5), outcome(TUNED, 1.0)],
         loads,
-        trials,
-        {"experts forward": (true, true * 1.02)},
         {"device": "<H200>"},
         ["backward is assumed 2x forward"],
     )
@@ -142,11 +129,11 @@ def test_page_is_whole_and_loads_nothing(report):
     links.feed(page)
     assert links.found == []
     assert not {"script", "link", "iframe"} & set(links.tags)
-    assert links.tags.count("svg") == 5
+    assert links.tags.count("svg") == 2
     assert "url(http" not in page
     assert "synthetic &amp; predicted" in page
     assert "&lt;H200&gt;" in page
-    for words in ("synthetic batches, predicted times", "assumed", "2.00x", "40.0% → 10.0%", "median error 2.0%"):
+    for words in ("synthetic batches, predicted times", "assumed", "2.00x", "40.0% → 10.0%"):
         assert words in page
     assert "prefers-color-scheme" in page
     assert page.rstrip().endswith("</html>")
@@ -164,16 +151,4 @@ def test_tiles_compare_with_default_and_best_baseline(report):
 
 
 def test_text_takes_the_colour_of_the_page():
-    true = np.geomspace(1, 9, 5)
-    assert "currentColor" in as_svg(parity_figure({"x": (true, true)}), "x")
-
-
-def test_parities_come_from_the_cost_model(tmp_path):
-    from costmodels.tables import npz_bytes
-
-    true = np.arange(1.0, 10.0)
-    arrays = {"experts_forward_true_us": true, "experts_forward_predicted_us": true * 1.1}
-    (tmp_path / "parity.npz").write_bytes(npz_bytes(arrays))
-    found = parities_of(tmp_path)
-    assert list(found) == ["experts forward"]
-    assert np.array_equal(found["experts forward"], [true, true * 1.1])
+    assert "currentColor" in as_svg(panels(4, 3, partial(plot_bars, {"x": 1.0}, "x")), "x")

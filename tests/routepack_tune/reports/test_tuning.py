@@ -12,10 +12,9 @@ import pytest
 
 from routepack_tune.reports.tuning import (
     best_so_far,
-    holdout_outcomes,
+    outcomes,
     pictures,
     save_pictures,
-    tuned_outcomes,
     tuning_page,
 )
 from routepack_tune.study.folder import read_study
@@ -65,10 +64,10 @@ def test_only_complete_trials_are_in_the_best_so_far():
 
 
 def test_batches_are_means_over_seeds_with_moves(document):
-    (held,) = holdout_outcomes(document["summary"]).itertuples()
+    early, late, held = outcomes(document["summary"]).itertuples()
+    assert [one.kind for one in (early, late, held)] == ["tuned on", "tuned on", "held out"]
     assert (held.no_planner_s, held.before_s, held.after_s) == pytest.approx((12.0, 10.0, 9.6))
     assert held.gain_pct == pytest.approx(4.0)
-    early, late = tuned_outcomes(document["summary"]).itertuples()
     assert (early.Index, early.before_s, early.after_s) == ("early", 10.0, 9.0)
     assert (late.Index, late.before_plan_s, late.after_plan_s) == ("late", 1.0, 0.5)
 
@@ -76,11 +75,10 @@ def test_batches_are_means_over_seeds_with_moves(document):
 def test_pictures_draw_what_there_is(document, tmp_path):
     summary = document["summary"]
     drawn = pictures(summary)
-    assert set(drawn) == {"history", "importances", "pareto", "holdout", "batches"}
+    assert set(drawn) == {"history", "importances", "pareto"}
     save_pictures(summary, tmp_path)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
-    bare = {**summary, "pareto": [], "importances": {}, "holdout": {**summary["holdout"], "gain_pct": None}}
-    assert set(pictures(bare)) == {"history", "batches"}
+    assert set(pictures({**summary, "pareto": [], "importances": {}})) == {"history"}
     (bars,) = drawn["importances"].axes
     assert [label.get_text() for label in bars.get_yticklabels()] == ["stickiness", "starts"]
     assert [bar.get_width() for bar in bars.patches] == pytest.approx([30.0, 70.0])
@@ -157,7 +155,7 @@ def test_a_real_browser_draws_the_page(document, chromium, tmp_path):
     dom = browse(chromium, probed, tmp_path, "--window-size=1000,2000", "--dump-dom")
     seen = json.loads(re.search(r"<title>(.*?)</title>", dom).group(1))
     assert seen["sections"] == 7
-    assert seen["svg"] == 5
+    assert seen["svg"] == 3
     assert seen["flat"] == 0
     assert seen["words"] > 40
     assert seen["wide"] <= 0
