@@ -10,9 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from profiler.cases.case import Case
+from profiler.cases.case import Case, doubtful_cases
 from profiler.cases.design import Chooser, Design, Round
-from profiler.cases.doubt import doubtful_cases
 from profiler.device.backend import TorchBackend
 from profiler.errors import RoutePackError
 from profiler.journal import Journal

@@ -39,13 +39,6 @@ class Measurements:
     rows: dict[str, np.ndarray]
     meta: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        missing = [name for name in COLUMNS if name not in self.rows]
-        if missing:
-            raise ValueError(f"Expected every column of COLUMNS, missing {missing}.")
-        if len({len(column) for column in self.rows.values()}) > 1:
-            raise ValueError("Expected columns of one length.")
-
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.rows["case_id"])

@@ -10,9 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from profiler.cases.case import Rates, Seen
+from profiler.cases.case import DOUBT, Rates, Seen, doubtful_cases
 from profiler.cases.design import RUNS_OUTSIDE_REPEATS, Chooser, Design, even_round
-from profiler.cases.doubt import DOUBT, doubtful_cases
 from profiler.compute_sweep import ComputeSweep
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, fingerprint_device

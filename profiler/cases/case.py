@@ -5,7 +5,7 @@ Invariant: a case id is a hash of content; equal in every process and on every m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from profiler.files import content_hash
 
 BACKWARD_WORK = 2.5
 """Backward arithmetic over forward arithmetic: 2 for a GEMM, 2.5 for attention that recomputes its scores."""
+DOUBT_LIMIT, SLACK_US = 1.25, 20.0
+"""A row in doubt is slower by this factor and by more than that: smaller differences are scheduling, not work."""
+DOUBT = "slower than a case that asks more in every feature"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +147,19 @@ def case_seconds(case: Case, rates: Rates, item_bytes: int) -> float:
     arithmetic = (1 + BACKWARD_WORK) * forward_flops(case) / getattr(rates, asked.rate)
     traffic = case_bytes(case, item_bytes) / rates.bytes_per_s
     return arithmetic + traffic + 3 * int(asked.calls(case.features)) * rates.call_s
+
+
+def doubtful_cases(rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the ids of measured rows that are slower than a row of the same kind that asks more in every feature."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            groups.setdefault((row["op"], row["direction"]), []).append(row)
+    doubts: set[str] = set()
+    for (op, _), listed in groups.items():
+        features = np.array([[row[name] for name in OPERATIONS[op].features] for row in listed])
+        time = np.array([row["time_us"] for row in listed])
+        asks_less = (features[:, None] <= features[None]).all(axis=2)
+        slower = time[:, None] > DOUBT_LIMIT * time[None] + SLACK_US
+        doubts |= {listed[i]["case_id"] for i in np.flatnonzero((asks_less & slower).any(axis=1))}
+    return doubts

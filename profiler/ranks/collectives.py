@@ -21,8 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from profiler.cases.case import Case
-from profiler.cases.doubt import doubtful_cases
+from profiler.cases.case import Case, doubtful_cases
 from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint
