@@ -18,15 +18,13 @@ from profiler.journal import Journal
 from profiler.observer import Observer
 from profiler.params import ProfileParams
 from profiler.steadiness import anchor_of, time_anchor
-from profiler.timer import both_looks, time_case
+from profiler.timer import MAX_LOOKS, both_looks, time_case
 
 WHAT, WHAT_AGAIN = "profile", "profile short and doubtful cases again"
 """Names under which a sweep reports its progress; later rounds add their number."""
 MAX_MINUTES = "max_minutes"
 ANCHOR_EVERY = 12
 """One fixed case is timed again after this many cases, to see the device drift."""
-MAX_LOOKS = 3
-"""A case that stays slower than a larger one is timed this often in all; then it is marked, for it may be real."""
 SHORT_US = 5000.0
 """All repeats of a shorter case fall into one moment of the device: it gets a second one, later."""
 

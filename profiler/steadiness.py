@@ -84,6 +84,10 @@ def steadiness(journal: Journal, params: ProfileParams) -> dict[str, Any]:
     power cap are how a card works under GEMMs, in training too: facts, and no fault while the anchor keeps its time.
     """
     anchors, sessions, readings = journal.anchors, journal.sessions, [one["readings"] for one in journal.anchors]
+    times: dict[str, list[float]] = {}
+    for one in anchors:
+        times.setdefault(one["case_id"], []).append(one["time_us"])
+    course = [one["time_us"] / median(times[one["case_id"]]) for one in anchors]
     clocks = [one["clock_mhz"] for one in readings if one.get("clock_mhz", 0) > 0]
     held = Counter(why for bit, why in SLOWDOWNS.items() for one in readings if int(one.get("slowed_by", 0)) & bit)
     wall_s = sum(one["wall_s"] for one in sessions)
@@ -91,8 +95,8 @@ def steadiness(journal: Journal, params: ProfileParams) -> dict[str, Any]:
     told = [one for one in sessions if one["foreign_cpu_share"] is not None]
     foreign_s = sum(one["wall_s"] * one["foreign_cpu_share"] for one in told)
     found: dict[str, Any] = {
-        "drift": drift(anchors),
-        "ends": ends_apart(anchors),
+        "drift": max((abs(time - 1) for time in course), default=0.0),
+        "ends": _rise(course, 10) if len(course) >= FEWEST_FOR_ENDS else None,
         "order_effect": order_effect([row["repeats_us"] for row in journal.rows.values() if "repeats_us" in row]),
         "clock_fall": 1 - min(clocks) / max(clocks) if len(clocks) > 1 else None,
         "held_by": dict(held),
@@ -115,18 +119,6 @@ def steadiness(journal: Journal, params: ProfileParams) -> dict[str, Any]:
     return found | {"steady": not problems, "problems": problems}
 
 
-def drift(anchors: Sequence[Mapping[str, Any]]) -> float:
-    """Return the largest share by which one of the anchor's times leaves their median."""
-    return max((abs(t / median(times) - 1) for times in _by_case(anchors) for t in times), default=0.0)
-
-
-def ends_apart(anchors: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return by which share the last tenth of the anchor's times lies above the first tenth; None with few readings."""
-    return max(
-        (_rise(times, 10) for times in _by_case(anchors) if len(times) >= FEWEST_FOR_ENDS), key=abs, default=None
-    )
-
-
 def order_effect(repeats: Sequence[Sequence[float]]) -> float | None:
     """Return by which share a case's last third of repeats is slower than its first, median over long enough cases."""
     rises = [_rise(times, 3) for times in repeats if len(times) >= FEWEST_REPEATS and median(times) >= SHORTEST_US]
@@ -134,13 +126,9 @@ def order_effect(repeats: Sequence[Sequence[float]]) -> float | None:
 
 
 def _rise(times: Sequence[float], parts: int) -> float:
+    """Return by which share the last of so many parts lies above the first."""
     count = max(1, len(times) // parts)
     return median(times[-count:]) / median(times[:count]) - 1
-
-
-def _by_case(anchors: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    cases = dict.fromkeys(one["case_id"] for one in anchors)
-    return [[one["time_us"] for one in anchors if one["case_id"] == case] for case in cases]
 
 
 def warn_of_problems(found: Mapping[str, Any]) -> None:

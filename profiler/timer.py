@@ -27,6 +27,8 @@ STEADY = 0.10
 MAX_WARM_UP = 6
 MORE_REPEATS = 3
 """Runs that scatter are repeated up to this many times as often, while the case has time."""
+MAX_LOOKS = 3
+"""A case that stays slower than a larger one is timed this often in all; then it is marked, for it may be real."""
 MESSAGE_LENGTH = 200
 LAUNCH_BOUND = "launch-bound: the host launched longer than the flush before could hide"
 """Flag of rows whose time holds launches that training hides; fits leave flagged rows out where others are near."""

@@ -133,7 +133,7 @@ class TorchBackend:
         return int(told[1]) * 1024 if told else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
     def readings(self) -> dict[str, float]:
-        """Return clock, temperature, power and throttle reasons of the device as numbers, as far as it tells them."""
+        """Return clock and throttle reasons of the device as numbers, as far as it tells them."""
         if self.kind != "cuda":
             return read_cpu()
         return read_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))

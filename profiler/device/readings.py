@@ -64,30 +64,21 @@ def cpu_use(proc: Path = Path("/proc")) -> CpuUse:
     lines = re.findall(r"^cpu(\d+) (.+)$", read_text(proc / "stat"), re.MULTILINE)
     fields = [[*map(int, line.split()), 0, 0, 0, 0] for core, line in lines if int(core) in usable]
     ticks = sum(core[i] for core in fields for i in BUSY_FIELDS)
+    others = 0
+    # Other processes that this one's launcher started.
+    for path in proc.glob("[0-9]*/stat") if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else ():
+        # A process may end while we look; its name, in brackets, may hold anything.
+        told = read_text(path).rpartition(")")[2].split()
+        if told and int(told[1]) == os.getppid() and path.parent.name != str(os.getpid()):
+            others += int(told[11]) + int(told[12])
     stops = re.search(r"^nr_throttled (\d+)$", read_text("/sys/fs/cgroup/cpu.stat"), re.MULTILINE)
-    return CpuUse(
-        len(usable),
-        ticks / per_second if fields else None,
-        sum(os.times()[:4]) + _other_workers_ticks(proc) / per_second,
-        int(stops[1]) if stops else 0,
-    )
-
-
-def _other_workers_ticks(proc: Path) -> int:
-    """Return the CPU time of the other processes that this one's launcher started."""
-    total = 0
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        for path in proc.glob("[0-9]*/stat"):
-            # A process may end while we look; its name, in brackets, may hold anything.
-            fields = read_text(path).rpartition(")")[2].split()
-            if fields and int(fields[1]) == os.getppid() and path.parent.name != str(os.getpid()):
-                total += int(fields[11]) + int(fields[12])
-    return total
+    job_s, machine_s = sum(os.times()[:4]) + others / per_second, ticks / per_second if fields else None
+    return CpuUse(len(usable), machine_s, job_s, int(stops[1]) if stops else 0)
 
 
 def foreign_share(before: CpuUse, after: CpuUse, wall_s: float) -> float | None:
     """Return the share of the usable cores' time that others used, a hypervisor included; None if unknown."""
-    if before.machine_s is None or after.machine_s is None or not wall_s > 0:
+    if before.machine_s is None or after.machine_s is None:
         return None
     others = (after.machine_s - before.machine_s) - (after.job_s - before.job_s)
     return min(1.0, max(0.0, others / (wall_s * after.cores)))

@@ -31,7 +31,7 @@ from profiler.observer import Observer
 from profiler.params import ProfileParams
 from profiler.ranks.exchange_cases import alltoall_case, pair_kinds, split_bytes, transfer_case
 from profiler.ranks.ranks import Ranks, first_line
-from profiler.timer import both_looks, times_of
+from profiler.timer import MAX_LOOKS, MESSAGE_LENGTH, STEADY, both_looks, times_of
 
 WHAT = "profile exchanges"
 """Name under which progress is reported."""
@@ -42,13 +42,10 @@ SKEW_SHARE = 0.10
 """Ranks may begin a round this far apart, or this share of its time if that is more; else it is dropped."""
 MAX_ROUNDS = 4
 """A case gets this many times its repeats in rounds, dropped ones included."""
-STEADY, MAX_WARM_UP = 0.10, 4
-MAX_LOOKS = 3
-"""A case that stays slower than a larger one is timed this often in all."""
+MAX_WARM_UP = 4
 LINK_SLACK = 1.05
 """A clock or a stated rate may be off by this much; what is faster was not measured."""
 PROBE_BYTES, PROBES = 1 << 20, 3
-MESSAGE_LENGTH = 200
 
 
 @dataclass(frozen=True)
