@@ -18,7 +18,7 @@ from profiler.journal import Journal
 from profiler.observer import Observer
 from profiler.params import ProfileParams
 from profiler.steadiness import anchor_of, time_anchor
-from profiler.timer import MAX_LOOKS, both_looks, time_case
+from profiler.timer import MAX_LOOKS, both_looks, message_of, time_case
 
 WHAT, WHAT_AGAIN = "profile", "profile short and doubtful cases again"
 """Names under which a sweep reports its progress; later rounds add their number."""
@@ -91,7 +91,7 @@ class ComputeSweep:
                 count += 1
                 pace = (time.monotonic() - begun) / 60.0 / count
                 left = min(self._minutes_left(), pace * (len(asked.cases) - count))
-                self.observer.advance(what, progress_message(asked.errors_pct, left, _message(case, rows)))
+                self.observer.advance(what, progress_message(asked.errors_pct, left, message_of(case, rows)))
             if count:
                 time_anchor(self._anchor, self.backend, self.params, self.journal)
         finally:
@@ -115,7 +115,7 @@ class ComputeSweep:
                 rows = time_case(case, self.backend, self.params)
                 both = [both_looks(*looks, self.backend.kind) for looks in zip(first, rows, strict=True)]
                 self.journal.add(rows=[row | {"looks": look} for row in both])
-                self.observer.advance(WHAT_AGAIN, _message(case, rows))
+                self.observer.advance(WHAT_AGAIN, message_of(case, rows))
             self.observer.finish(WHAT_AGAIN)
 
 
@@ -127,9 +127,3 @@ def _stop_if_broken(case: Case, rows: list[dict[str, Any]]) -> None:
             f"The CUDA device stopped working at {case.op} {dict(case.features)}: {message}. Run the same command "
             "again: it continues after that case."
         )
-
-
-def _message(case: Case, rows: list[dict[str, Any]]) -> str:
-    size = case.features.get("rows", case.features.get("tokens", 0))
-    times = " + ".join(f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"] for row in rows)
-    return f"{case.op} {size}: {times}"

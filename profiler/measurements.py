@@ -62,7 +62,8 @@ class Measurements:
         table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows), columns=COLUMNS)
         columns = {name: np.where(table[name].isna(), "", table[name]).astype(str) for name in TEXT_COLUMNS}
         columns |= {name: table[name].to_numpy(dtype=np.float64) for name in TIME_COLUMNS}
-        columns["repeats_us"] = table["repeats_us"].map(_samples).to_numpy(dtype=object)
+        samples = table["repeats_us"].map(lambda one: np.asarray(one if np.ndim(one) else (), dtype=np.float64))
+        columns["repeats_us"] = samples.to_numpy(dtype=object)
         columns |= {name: table[name].fillna(0).to_numpy(dtype=np.int64) for name in WHOLE_COLUMNS}
         return cls(columns, meta)
 
@@ -118,8 +119,3 @@ class Measurements:
                 "Update routepack-tune, or run `routepack profile` again."
             )
         return cls.from_rows(table.to_pandas(), meta)
-
-
-def _samples(repeats: Any) -> np.ndarray:
-    # A row without repeats holds no list.
-    return np.asarray(repeats if np.ndim(repeats) else (), dtype=np.float64)

@@ -138,6 +138,13 @@ def both_looks(first: Mapping[str, Any], second: Mapping[str, Any], kind: str) -
     return dict(min(timed, key=lambda row: row["time_us"], default=second))
 
 
+def message_of(case: Case, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a progress line says of a timed case."""
+    size = next(case.features[name] for name in ("rows", "tokens", "bytes") if name in case.features)
+    times = (f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"] for row in rows)
+    return f"{case.op} {size}: {' + '.join(times)}"
+
+
 def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:
     """Time a GEMM, an attention core, a fill and a tiny GEMM, so that a sweep asks for what the device can finish.
 

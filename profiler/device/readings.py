@@ -40,12 +40,6 @@ def read_gpu(uuid: str) -> dict[str, float]:
     return found
 
 
-def read_cpu() -> dict[str, float]:
-    """Return the mean clock of the cores, where the kernel tells it."""
-    clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", read_text("/proc/cpuinfo"), re.MULTILINE)
-    return {"clock_mhz": sum(map(float, clocks)) / len(clocks)} if clocks else {}
-
-
 class CpuUse(NamedTuple):
     """Hold running totals in seconds of CPU; a difference of two is what happened between them."""
 

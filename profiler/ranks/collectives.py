@@ -31,7 +31,7 @@ from profiler.observer import Observer
 from profiler.params import ProfileParams
 from profiler.ranks.exchange_cases import alltoall_case, pair_kinds, split_bytes, transfer_case
 from profiler.ranks.ranks import Ranks, first_line
-from profiler.timer import MAX_LOOKS, MESSAGE_LENGTH, STEADY, both_looks, times_of
+from profiler.timer import MAX_LOOKS, MESSAGE_LENGTH, STEADY, both_looks, message_of, times_of
 
 WHAT = "profile exchanges"
 """Name under which progress is reported."""
@@ -112,8 +112,7 @@ def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: O
             rows = [time_exchange(stage, case, way) for way in case.directions]
             with stage.ranks.together():
                 journal.add(rows=rows)
-            told = f"{rows[0]['time_us'] / 1e3:.2f} ms" if rows[0]["status"] == "ok" else rows[0]["status"]
-            observer.advance(WHAT, f"{case.op} {case.features['bytes']} bytes: {told}")
+            observer.advance(WHAT, message_of(case, rows))
     finally:
         observer.finish(WHAT)
     for look in range(2, MAX_LOOKS + 1):
