@@ -1,7 +1,6 @@
 """The sweep of one process over what a rank computes: time rounds of cases until predictions are good enough.
 
-Invariants: a finished case is on disk before the next begins; the cases of a round run in a seeded random order, so
-that drift of the device does not look like a size effect.
+Cases run in a seeded random order, so that drift of the device does not look like a size effect.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from profiler.cases.case import Case, doubtful_cases
+from profiler.cases.case import Case, doubtful_cases, middle_case
 from profiler.cases.design import Chooser, Design, Round
 from profiler.device.backend import TorchBackend
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
 from profiler.observer import Observer
 from profiler.params import ProfileParams
-from profiler.steadiness import anchor_of, time_anchor
+from profiler.steadiness import time_anchor
 from profiler.timer import MAX_LOOKS, both_looks, message_of, time_case
 
 WHAT, WHAT_AGAIN = "profile", "profile short and doubtful cases again"
@@ -49,7 +48,7 @@ class ComputeSweep:
         self._end = time.monotonic() + 60.0 * left if params.max_minutes else float("inf")
         self.timed = [case for case in self.pool if journal.is_done(case, backend.dtype_name, params)]
         """Finished cases; those that failed before are not among them where they are to be tried again."""
-        self._anchor = anchor_of(self.pool)
+        self._anchor = middle_case(self.pool, "dense")
 
     def run(self, chooser: Chooser) -> None:
         """Time rounds of cases until the chooser wants no more or the minutes are used up."""

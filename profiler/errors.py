@@ -2,8 +2,4 @@
 
 
 class RoutePackError(Exception):
-    """Signal a failure that the caller can act on.
-
-    The message is one line: what is wrong, the offending value, the way out. The command line prints it as
-    ``Error: ...`` and exits non-zero.
-    """
+    """Signal a failure that the caller can act on, in one line: what is wrong, the offending value, the way out."""

@@ -88,10 +88,7 @@ class Measurements:
     def load(cls, path: Path | str) -> Measurements:
         """Read a Parquet file, or the ``measurements.parquet`` of a folder.
 
-        Raises
-        ------
-        RoutePackError
-            If the file is missing, damaged, not of this project, or of another schema.
+        RoutePackError if the file is missing, damaged, not of this project, or of another schema.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -25,7 +25,7 @@ from profiler.params import FLOAT8, ProfileParams
 from profiler.ranks.collectives import Stage, measure_links, run_exchanges
 from profiler.ranks.exchange_cases import design_exchanges, group_sizes
 from profiler.ranks.ranks import Ranks
-from profiler.ranks.slow_ranks import check_alike, relative_times, speed_cases, time_speeds, warn_of_slow_ranks
+from profiler.ranks.slow_ranks import check_alike, relative_times, time_speeds, warn_of_slow_ranks
 from profiler.steadiness import steadiness, warn_of_problems, watched
 from profiler.timer import measure_rates
 from profiler.topology import Topology
@@ -47,11 +47,8 @@ def profile_device(
     Started by torchrun, the ranks share the work and every one of them returns the same. A run that was killed
     continues where it stopped when it is called again with the same folder.
 
-    Raises
-    ------
-    RoutePackError
-        If the device is absent, the folder is another profile's or in use, the device affords no case, or another rank
-        stopped.
+    RoutePackError if the device is absent, the folder is another profile's or in use, the device affords no case, or
+    another rank stopped.
     """
     if not max_tokens >= 1:
         raise RoutePackError(f"Expected a token cap of at least 1, got {max_tokens}.")
@@ -79,7 +76,7 @@ def profile_device(
                 if first:
                     ComputeSweep(design, backend, params, journal, observer).run(chooser)
             if ranks.size > 1:
-                times = relative_times(time_speeds(stage, speed_cases(design.cases)))
+                times = relative_times(time_speeds(stage, design.cases))
                 described = [one | {"speed": time} for one, time in zip(described, times, strict=True)]
                 sharing = 1 if backend.kind == "cuda" else ranks.per_node
                 cases = design_exchanges(design, sizes, ranks.per_node, sharing, journal.header["links"])

@@ -1,7 +1,4 @@
-"""Cases: the unit of timing, one operation at one size, the features that describe it, and what it asks of a device.
-
-Invariant: a case id is a hash of content; equal in every process and on every machine.
-"""
+"""Cases: the unit of timing, one operation at one size, the features that describe it, and what it asks of a device."""
 
 from __future__ import annotations
 
@@ -64,16 +61,13 @@ class Seen:
 
 
 def case_id(op: str, direction: str, dtype: str, features: Mapping[str, int]) -> str:
-    """Return 16 hex digits of the hash over operation, direction, type and features."""
+    """Return 16 hex digits of the hash over operation, direction, type and features: equal on every machine."""
     named = {name: int(features[name]) for name in OPERATIONS[op].features}
     return content_hash({"op": op, "direction": direction, "dtype": dtype, "features": named})[:16]
 
 
 def causal_pairs(lengths: np.ndarray, window: np.ndarray | int = 0) -> np.ndarray:
-    """Return the (query, key) pairs of causal sequences: query i sees itself and at most ``window - 1`` keys before it.
-
-    A window of 0 means no window.
-    """
+    """Return the (query, key) pairs of causal sequences: a query sees itself and ``window - 1`` keys before (0: all)."""
     lengths = np.asarray(lengths, dtype=np.int64)
     reach = np.where(np.asarray(window) > 0, np.minimum(window, lengths), lengths)
     return reach * (reach + 1) // 2 + (lengths - reach) * reach
@@ -134,6 +128,12 @@ class Rates:
 def forward_flops(case: Case) -> float:
     """Return the floating-point operations of one forward run."""
     return float(OPERATIONS[case.op].flops(case.features))
+
+
+def middle_case(cases: Iterable[Case], op: str) -> Case:
+    """Return a case of ``op`` in the upper middle by work: long enough to time well, short enough to repeat."""
+    found = sorted((case for case in cases if case.op == op), key=forward_flops)
+    return found[len(found) * 3 // 4]
 
 
 def case_bytes(case: Case, item_bytes: int) -> int:

@@ -15,7 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.device.fingerprint import read_text, usable_cores
-from profiler.device.readings import read_gpu
 from profiler.params import FLOAT8, ProfileParams
 
 Run = tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]
@@ -140,11 +139,28 @@ class TorchBackend:
         return int(told[1]) * 1024 if told else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
     def readings(self) -> dict[str, float]:
-        """Return clock and throttle reasons of the device as numbers, as far as it tells them."""
+        """Return ``clock_mhz`` (multiprocessors, or the mean of the cores) and ``slowed_by``, as far as they are told.
+
+        ``slowed_by`` is NVML's bit mask of the reasons why clocks are held down; it takes NVML's Python binding.
+        """
         if self.kind == "cpu":
             clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", read_text("/proc/cpuinfo"), re.MULTILINE)
             return {"clock_mhz": sum(map(float, clocks)) / len(clocks)} if clocks else {}
-        return read_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        try:
+            import pynvml as nvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        except ImportError:
+            return {}
+        found = {}
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+            asked = {"clock_mhz": ("ClockInfo", nvml.NVML_CLOCK_SM), "slowed_by": ("CurrentClocksThrottleReasons",)}
+            for name, (function, *arguments) in asked.items():
+                # What this card or a tenant may not have, or a binding dropped, hides no other reading.
+                with contextlib.suppress(nvml.NVMLError, AttributeError):
+                    found[name] = float(getattr(nvml, f"nvmlDeviceGet{function}")(handle, *arguments))
+        return found
 
     def named(self, run: Callable[[], Any], prepare: Callable[[], None]) -> tuple[str, float, Any]:
         """Return the names of what did the work in one run, its time as a warm-up run, and its result."""

@@ -64,10 +64,7 @@ def import_published(folder: Path | str, exchange: str = "nccl") -> Measurements
 
     ``exchange`` names the library whose all-to-all is read: ``nccl`` or ``deepep``.
 
-    Raises
-    ------
-    RoutePackError
-        If the folder holds no such tables, a table lacks a column, or its times are in another unit.
+    RoutePackError if the folder holds no such tables, a table lacks a column, or its times are in another unit.
     """
     if exchange not in EXCHANGES:
         raise RoutePackError(f"Unknown exchange {exchange!r}: expected {' or '.join(EXCHANGES)}.")

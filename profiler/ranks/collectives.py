@@ -31,7 +31,7 @@ from profiler.observer import Observer
 from profiler.params import ProfileParams
 from profiler.ranks.exchange_cases import alltoall_case, pair_kinds, split_bytes, transfer_case
 from profiler.ranks.ranks import Ranks, first_line
-from profiler.timer import MAX_LOOKS, MESSAGE_LENGTH, STEADY, both_looks, message_of, times_of
+from profiler.timer import MAX_LOOKS, STEADY, both_looks, message_of, times_of
 
 WHAT = "profile exchanges"
 """Name under which progress is reported."""
@@ -91,9 +91,7 @@ def measure_links(stage: Stage, sizes: list[int]) -> dict[str, float]:
     probes = {str(size): alltoall_case("even", split, ranks.per_node) for size, split in splits.items()}
     probes |= {kind: transfer_case(kind, PROBE_BYTES) for kind in pair_kinds(ranks.size, ranks.per_node)}
     for name, case in probes.items():
-        move, failure = _agreed_move(stage, case, "forward")
-        if move is None:
-            raise RoutePackError(f"No exchange can be timed: {failure['message']}.")
+        move = _move(stage, case, "forward")
         offsets, began = ranks.clock_offsets(), time.perf_counter()
         best = min(time_round(stage, move, offsets, began).time_us for _ in range(PROBES))
         found[name] = PROBE_BYTES / max(best * 1e-6, 1e-9)
@@ -128,34 +126,15 @@ def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: O
 
 def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
     """Return one row, the same on every rank."""
-    row = case.row(direction, DTYPE)
-    move, failure = _agreed_move(stage, case, direction)
-    if move is None:
-        return row | failure
+    move = _move(stage, case, direction)
     found = summary(stage, case, _rounds(stage, move))
     torch.cuda.empty_cache()
-    return row | {"kernel": move.kernel} | found
+    return case.row(direction, DTYPE) | {"kernel": move.kernel} | found
 
 
-def _agreed_move(stage: Stage, case: Case, direction: str) -> tuple[Move | None, dict[str, str]]:
-    """Return what this rank does, or None on all ranks and why, where one cannot make its buffers."""
-    move, own = None, {}
-    group = stage.ranks.group(case.features.get("ranks", stage.ranks.size))
-    try:
-        move = _move(stage, case, direction, group)
-    except Exception as error:
-        status = "oom" if isinstance(error, MemoryError) or "memory" in str(error) else "unsupported"
-        own = {"status": status, "message": f"rank {stage.ranks.rank}: {first_line(error)}"[:MESSAGE_LENGTH]}
-    failure = next(filter(None, stage.ranks.gather(own)), None)
-    if failure is None:
-        return move, {}
-    del move
-    torch.cuda.empty_cache()
-    return None, failure
-
-
-def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
+def _move(stage: Stage, case: Case, direction: str) -> Move:
     size = case.features.get("ranks", stage.ranks.size)
+    group = stage.ranks.group(size)
     own, device = stage.ranks.rank % size, stage.backend.device
     active, kernel = tuple(range(stage.ranks.size)), "all_to_all_single"
     if case.op == "transfer":
@@ -166,7 +145,8 @@ def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
         bytes_GG = np.array(case.parts, dtype=np.int64).reshape(size, size)
         bytes_GG = bytes_GG.T if direction == "backward" else bytes_GG
     to_each, from_each = bytes_GG[own].tolist(), bytes_GG[:, own].tolist()
-    sent, received = (torch.zeros(sum(each), dtype=torch.uint8, device=device) for each in (to_each, from_each))
+    with stage.ranks.together():
+        sent, received = (torch.zeros(sum(each), dtype=torch.uint8, device=device) for each in (to_each, from_each))
 
     def run() -> None:
         if case.op == "alltoall":

@@ -10,9 +10,17 @@ import pytest
 
 from profiler import ProfileParams
 from profiler.cases.case import Case
-from profiler.device.readings import CpuUse, cpu_use, foreign_share
 from profiler.journal import JOURNAL_NAME, Journal
-from profiler.steadiness import order_effect, steadiness, time_anchor, warn_of_problems, watched
+from profiler.steadiness import (
+    CpuUse,
+    cpu_use,
+    foreign_share,
+    order_effect,
+    steadiness,
+    time_anchor,
+    warn_of_problems,
+    watched,
+)
 from profiler.timer import time_case
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
