@@ -24,9 +24,8 @@ from costmodels.fit import fit_operation
 from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
 from costmodels.params import FitParams
 from profiler import ProfileParams
-from profiler.cases.case import Case
+from profiler.cases.case import Case, doubtful_cases
 from profiler.cases.design import SEEN, Round, by_class, even_choice, points_by_class
-from profiler.cases.doubt import doubtful_cases
 from profiler.files import arrays_hash
 
 FIRST_POINTS = 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from profiler.device.fingerprint import DeviceFingerprint, Match, compare_fingerprints, fingerprint_device
@@ -34,18 +35,16 @@ __all__ = [
 ]
 
 
+_LAZY = {"import_published": "profiler.published.rows", "profile_device": "profiler.sweep"}
+"""What times or reads tables is imported only when it is asked for: torch and pandas take seconds."""
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Import what times or reads tables only when it is asked for: torch and pandas take seconds."""
-        if name == "import_published":
-            from profiler.published.rows import import_published
-
-            return import_published
-        if name != "profile_device":
+        if name not in _LAZY:
             raise AttributeError(f"module 'profiler' has no attribute {name!r}")
         try:
-            from profiler.sweep import profile_device
+            return getattr(import_module(_LAZY[name]), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
@@ -53,4 +52,3 @@ if not TYPE_CHECKING:
                 "Profiling needs torch, which is not installed here. Install it (pip install torch), or import "
                 "published timings with --published."
             ) from None
-        return profile_device

@@ -1,7 +1,6 @@
 """The sweep of one process over what a rank computes: time rounds of cases until predictions are good enough.
 
-Invariants: a finished case is on disk before the next begins; the cases of a round run in a seeded random order, so
-that drift of the device does not look like a size effect.
+Cases run in a seeded random order, so that drift of the device does not look like a size effect.
 """
 
 from __future__ import annotations
@@ -10,24 +9,21 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from profiler.cases.case import Case
+from profiler.cases.case import Case, doubtful_cases, middle_case
 from profiler.cases.design import Chooser, Design, Round
-from profiler.cases.doubt import doubtful_cases
 from profiler.device.backend import TorchBackend
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
 from profiler.observer import Observer
 from profiler.params import ProfileParams
-from profiler.steadiness import anchor_of, time_anchor
-from profiler.timer import both_looks, time_case
+from profiler.steadiness import time_anchor
+from profiler.timer import MAX_LOOKS, both_looks, message_of, time_case
 
 WHAT, WHAT_AGAIN = "profile", "profile short and doubtful cases again"
 """Names under which a sweep reports its progress; later rounds add their number."""
 MAX_MINUTES = "max_minutes"
 ANCHOR_EVERY = 12
 """One fixed case is timed again after this many cases, to see the device drift."""
-MAX_LOOKS = 3
-"""A case that stays slower than a larger one is timed this often in all; then it is marked, for it may be real."""
 SHORT_US = 5000.0
 """All repeats of a shorter case fall into one moment of the device: it gets a second one, later."""
 
@@ -52,7 +48,7 @@ class ComputeSweep:
         self._end = time.monotonic() + 60.0 * left if params.max_minutes else float("inf")
         self.timed = [case for case in self.pool if journal.is_done(case, backend.dtype_name, params)]
         """Finished cases; those that failed before are not among them where they are to be tried again."""
-        self._anchor = anchor_of(self.pool)
+        self._anchor = middle_case(self.pool, "dense")
 
     def run(self, chooser: Chooser) -> None:
         """Time rounds of cases until the chooser wants no more or the minutes are used up."""
@@ -94,7 +90,7 @@ class ComputeSweep:
                 count += 1
                 pace = (time.monotonic() - begun) / 60.0 / count
                 left = min(self._minutes_left(), pace * (len(asked.cases) - count))
-                self.observer.advance(what, progress_message(asked.errors_pct, left, _message(case, rows)))
+                self.observer.advance(what, progress_message(asked.errors_pct, left, message_of(case, rows)))
             if count:
                 time_anchor(self._anchor, self.backend, self.params, self.journal)
         finally:
@@ -118,7 +114,7 @@ class ComputeSweep:
                 rows = time_case(case, self.backend, self.params)
                 both = [both_looks(*looks, self.backend.kind) for looks in zip(first, rows, strict=True)]
                 self.journal.add(rows=[row | {"looks": look} for row in both])
-                self.observer.advance(WHAT_AGAIN, _message(case, rows))
+                self.observer.advance(WHAT_AGAIN, message_of(case, rows))
             self.observer.finish(WHAT_AGAIN)
 
 
@@ -130,9 +126,3 @@ def _stop_if_broken(case: Case, rows: list[dict[str, Any]]) -> None:
             f"The CUDA device stopped working at {case.op} {dict(case.features)}: {message}. Run the same command "
             "again: it continues after that case."
         )
-
-
-def _message(case: Case, rows: list[dict[str, Any]]) -> str:
-    size = case.features.get("rows", case.features.get("tokens", 0))
-    times = " + ".join(f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"] for row in rows)
-    return f"{case.op} {size}: {times}"

@@ -30,10 +30,8 @@ def canonical_json(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"Expected a JSON-ready value, got {type(value).__name__}.")

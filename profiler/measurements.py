@@ -39,13 +39,6 @@ class Measurements:
     rows: dict[str, np.ndarray]
     meta: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        missing = [name for name in COLUMNS if name not in self.rows]
-        if missing:
-            raise ValueError(f"Expected every column of COLUMNS, missing {missing}.")
-        if len({len(column) for column in self.rows.values()}) > 1:
-            raise ValueError("Expected columns of one length.")
-
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.rows["case_id"])
@@ -69,7 +62,8 @@ class Measurements:
         table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows), columns=COLUMNS)
         columns = {name: np.where(table[name].isna(), "", table[name]).astype(str) for name in TEXT_COLUMNS}
         columns |= {name: table[name].to_numpy(dtype=np.float64) for name in TIME_COLUMNS}
-        columns["repeats_us"] = table["repeats_us"].map(_samples).to_numpy(dtype=object)
+        samples = table["repeats_us"].map(lambda one: np.asarray(one if np.ndim(one) else (), dtype=np.float64))
+        columns["repeats_us"] = samples.to_numpy(dtype=object)
         columns |= {name: table[name].fillna(0).to_numpy(dtype=np.int64) for name in WHOLE_COLUMNS}
         return cls(columns, meta)
 
@@ -94,10 +88,7 @@ class Measurements:
     def load(cls, path: Path | str) -> Measurements:
         """Read a Parquet file, or the ``measurements.parquet`` of a folder.
 
-        Raises
-        ------
-        RoutePackError
-            If the file is missing, damaged, not of this project, or of another schema.
+        RoutePackError if the file is missing, damaged, not of this project, or of another schema.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -125,8 +116,3 @@ class Measurements:
                 "Update routepack-tune, or run `routepack profile` again."
             )
         return cls.from_rows(table.to_pandas(), meta)
-
-
-def _samples(repeats: Any) -> np.ndarray:
-    # A row without repeats holds no list.
-    return np.asarray(repeats if np.ndim(repeats) else (), dtype=np.float64)

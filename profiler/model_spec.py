@@ -11,14 +11,8 @@ from typing import Any
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, read_json
 
-SHIPPED_MODELS = (
-    "Qwen3-30B-A3B",
-    "Qwen3-235B-A22B",
-    "DeepSeek-V3",
-    "gpt-oss-20b",
-    "Mixtral-8x7B",
-    "Qwen3-Next-80B-A3B",
-)
+MODELS = Path(__file__).with_name("models")
+SHIPPED_MODELS = tuple(sorted(path.stem for path in MODELS.glob("*.json")))
 ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim")
 EXPERT_SIZES = ("hidden_size", "num_experts", "top_k", "moe_intermediate_size")
 LINEAR_SIZES = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
@@ -246,8 +240,7 @@ def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
     RoutePackError if the name is unknown and no such file exists, or the file is not an MoE model's configuration.
     """
     if model in SHIPPED_MODELS:
-        shipped = Path(__file__).with_name("models") / f"{model.lower()}.json"
-        return ModelSpec.from_config(read_json(shipped, "Model configuration"), model)
+        return ModelSpec.from_config(read_json(MODELS / f"{model}.json", "Model configuration"), model)
     path = Path(folder, model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():

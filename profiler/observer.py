@@ -2,10 +2,7 @@
 
 
 class Observer:
-    """Receive the progress of long work; every method does nothing, override what you need.
-
-    All floors report through this one class, so a progress bar or a tracker is written once.
-    """
+    """Receive the progress of long work on any floor; every method does nothing, override what you need."""
 
     def start(self, what: str, total: int) -> None:
         """Begin ``what``, which has ``total`` steps."""

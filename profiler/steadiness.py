@@ -3,22 +3,26 @@
 One fixed case, the anchor, is timed again through the sweep: its spread is the drift. Every run of a sweep also notes
 how its time went: inside timed work or not, who else used the CPU, and what the device said of its clocks.
 
-Legend: a *session* is one run of the command, a resumed sweep has several; a *problem* is one plain sentence.
+Legend: a *session* is one run of the command, a resumed sweep has several; a *problem* is one plain sentence; a *job*
+is this process, or all workers that one launcher started on this node: none is foreign to another.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from profiler.cases.case import Case
 from profiler.device.backend import TorchBackend
-from profiler.device.readings import cpu_use, foreign_share
+from profiler.device.fingerprint import own_cores, read_text
 from profiler.journal import Journal
 from profiler.params import ProfileParams
 from profiler.timer import time_case
@@ -34,6 +38,8 @@ SHORTEST_US = 100.0
 """Shorter runs scatter too much to tell their order."""
 FEWEST_FOR_ENDS = 4
 """Anchor readings from which the beginning and the end of a sweep are compared."""
+BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
+"""user, nice, system, irq, softirq and what a hypervisor took, of a line of ``/proc/stat``."""
 FAULTS = {
     0x008: "a hardware slowdown",
     0x020: "its temperature (software)",
@@ -43,13 +49,6 @@ FAULTS = {
 """Bits of ``slowed_by`` that no setting asked for: cooling or power supply fail the card."""
 SLOWDOWNS = {0x004: "the power cap", **FAULTS}
 """Those that cost time; idle, application clocks and display clocks are no faults."""
-
-
-def anchor_of(cases: Sequence[Case]) -> Case:
-    """Return a dense case in the upper middle by size: long enough to time well, short enough to repeat."""
-    dense = [case for case in cases if case.op == "dense"]
-    dense.sort(key=lambda case: [case.features[name] for name in ("tokens", "n", "k")])
-    return dense[len(dense) * 3 // 4]
 
 
 def time_anchor(anchor: Case, backend: TorchBackend, params: ProfileParams, journal: Journal) -> None:
@@ -84,6 +83,10 @@ def steadiness(journal: Journal, params: ProfileParams) -> dict[str, Any]:
     power cap are how a card works under GEMMs, in training too: facts, and no fault while the anchor keeps its time.
     """
     anchors, sessions, readings = journal.anchors, journal.sessions, [one["readings"] for one in journal.anchors]
+    times: dict[str, list[float]] = {}
+    for one in anchors:
+        times.setdefault(one["case_id"], []).append(one["time_us"])
+    course = [one["time_us"] / median(times[one["case_id"]]) for one in anchors]
     clocks = [one["clock_mhz"] for one in readings if one.get("clock_mhz", 0) > 0]
     held = Counter(why for bit, why in SLOWDOWNS.items() for one in readings if int(one.get("slowed_by", 0)) & bit)
     wall_s = sum(one["wall_s"] for one in sessions)
@@ -91,8 +94,8 @@ def steadiness(journal: Journal, params: ProfileParams) -> dict[str, Any]:
     told = [one for one in sessions if one["foreign_cpu_share"] is not None]
     foreign_s = sum(one["wall_s"] * one["foreign_cpu_share"] for one in told)
     found: dict[str, Any] = {
-        "drift": drift(anchors),
-        "ends": ends_apart(anchors),
+        "drift": max((abs(time - 1) for time in course), default=0.0),
+        "ends": _rise(course, 10) if len(course) >= FEWEST_FOR_ENDS else None,
         "order_effect": order_effect([row["repeats_us"] for row in journal.rows.values() if "repeats_us" in row]),
         "clock_fall": 1 - min(clocks) / max(clocks) if len(clocks) > 1 else None,
         "held_by": dict(held),
@@ -115,18 +118,6 @@ def steadiness(journal: Journal, params: ProfileParams) -> dict[str, Any]:
     return found | {"steady": not problems, "problems": problems}
 
 
-def drift(anchors: Sequence[Mapping[str, Any]]) -> float:
-    """Return the largest share by which one of the anchor's times leaves their median."""
-    return max((abs(t / median(times) - 1) for times in _by_case(anchors) for t in times), default=0.0)
-
-
-def ends_apart(anchors: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return by which share the last tenth of the anchor's times lies above the first tenth; None with few readings."""
-    return max(
-        (_rise(times, 10) for times in _by_case(anchors) if len(times) >= FEWEST_FOR_ENDS), key=abs, default=None
-    )
-
-
 def order_effect(repeats: Sequence[Sequence[float]]) -> float | None:
     """Return by which share a case's last third of repeats is slower than its first, median over long enough cases."""
     rises = [_rise(times, 3) for times in repeats if len(times) >= FEWEST_REPEATS and median(times) >= SHORTEST_US]
@@ -134,13 +125,9 @@ def order_effect(repeats: Sequence[Sequence[float]]) -> float | None:
 
 
 def _rise(times: Sequence[float], parts: int) -> float:
+    """Return by which share the last of so many parts lies above the first."""
     count = max(1, len(times) // parts)
     return median(times[-count:]) / median(times[:count]) - 1
-
-
-def _by_case(anchors: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    cases = dict.fromkeys(one["case_id"] for one in anchors)
-    return [[one["time_us"] for one in anchors if one["case_id"] == case] for case in cases]
 
 
 def warn_of_problems(found: Mapping[str, Any]) -> None:
@@ -151,3 +138,41 @@ def warn_of_problems(found: Mapping[str, Any]) -> None:
             "folder.",
             stacklevel=3,
         )
+
+
+class CpuUse(NamedTuple):
+    """Hold running totals in seconds of CPU; a difference of two is what happened between them."""
+
+    cores: int
+    """Those that this process may run on."""
+    machine_s: float | None
+    """All processes on these cores, and what a hypervisor took of them; None where the kernel does not tell."""
+    job_s: float
+    throttled: int
+    """How often a container's quota stopped its processes."""
+
+
+def cpu_use(proc: Path = Path("/proc")) -> CpuUse:
+    """Return the totals of now."""
+    usable, per_second = own_cores(), os.sysconf("SC_CLK_TCK")
+    lines = re.findall(r"^cpu(\d+) (.+)$", read_text(proc / "stat"), re.MULTILINE)
+    fields = [[*map(int, line.split()), 0, 0, 0, 0] for core, line in lines if int(core) in usable]
+    ticks = sum(core[i] for core in fields for i in BUSY_FIELDS)
+    others = 0
+    # Other processes that this one's launcher started.
+    for path in proc.glob("[0-9]*/stat") if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else ():
+        # A process may end while we look; its name, in brackets, may hold anything.
+        told = read_text(path).rpartition(")")[2].split()
+        if told and int(told[1]) == os.getppid() and path.parent.name != str(os.getpid()):
+            others += int(told[11]) + int(told[12])
+    stops = re.search(r"^nr_throttled (\d+)$", read_text("/sys/fs/cgroup/cpu.stat"), re.MULTILINE)
+    job_s, machine_s = sum(os.times()[:4]) + others / per_second, ticks / per_second if fields else None
+    return CpuUse(len(usable), machine_s, job_s, int(stops[1]) if stops else 0)
+
+
+def foreign_share(before: CpuUse, after: CpuUse, wall_s: float) -> float | None:
+    """Return the share of the usable cores' time that others used, a hypervisor included; None if unknown."""
+    if before.machine_s is None or after.machine_s is None:
+        return None
+    others = (after.machine_s - before.machine_s) - (after.job_s - before.job_s)
+    return min(1.0, max(0.0, others / (wall_s * after.cores)))

@@ -10,9 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from profiler.cases.case import Rates, Seen
-from profiler.cases.design import RUNS_OUTSIDE_REPEATS, Chooser, Design, even_round
-from profiler.cases.doubt import DOUBT, doubtful_cases
+from profiler.cases.case import DOUBT, Rates, Seen, doubtful_cases
+from profiler.cases.design import Chooser, Design, even_round
 from profiler.compute_sweep import ComputeSweep
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint, fingerprint_device
@@ -26,7 +25,7 @@ from profiler.params import FLOAT8, ProfileParams
 from profiler.ranks.collectives import Stage, measure_links, run_exchanges
 from profiler.ranks.exchange_cases import design_exchanges, group_sizes
 from profiler.ranks.ranks import Ranks
-from profiler.ranks.slow_ranks import check_alike, relative_times, speed_cases, time_speeds, warn_of_slow_ranks
+from profiler.ranks.slow_ranks import check_alike, relative_times, time_speeds, warn_of_slow_ranks
 from profiler.steadiness import steadiness, warn_of_problems, watched
 from profiler.timer import measure_rates
 from profiler.topology import Topology
@@ -48,11 +47,8 @@ def profile_device(
     Started by torchrun, the ranks share the work and every one of them returns the same. A run that was killed
     continues where it stopped when it is called again with the same folder.
 
-    Raises
-    ------
-    RoutePackError
-        If the device is absent, the folder is another profile's or in use, the device affords no case, or another rank
-        stopped.
+    RoutePackError if the device is absent, the folder is another profile's or in use, the device affords no case, or
+    another rank stopped.
     """
     if not max_tokens >= 1:
         raise RoutePackError(f"Expected a token cap of at least 1, got {max_tokens}.")
@@ -74,23 +70,22 @@ def profile_device(
         # What the first run saw of the device; a stated limit wins.
         stated = {"memory_bytes": int(params.max_memory_gib * 2**30)} if params.max_memory_gib else {}
         rates = Rates(**(journal.header["rates"] | stated))
-        limits: list[dict[str, Any]] = []
         with watched(backend, journal):
             with ranks.together():
                 design = Design(spec, topology, max_tokens, params, rates, backend.dtype.itemsize, seen or Seen())
                 if first:
                     ComputeSweep(design, backend, params, journal, observer).run(chooser)
             if ranks.size > 1:
-                times = relative_times(time_speeds(stage, speed_cases(design.cases)))
+                times = relative_times(time_speeds(stage, design.cases))
                 described = [one | {"speed": time} for one, time in zip(described, times, strict=True)]
-                most_bytes = _most_bytes(journal, stage, rates)
-                cases, limits = design_exchanges(spec, topology, max_tokens, params, sizes, ranks.per_node, most_bytes)
+                sharing = 1 if backend.kind == "cuda" else ranks.per_node
+                cases = design_exchanges(design, sizes, ranks.per_node, sharing, journal.header["links"])
                 run_exchanges(stage, cases, journal, observer)
         merged: list[Any] = []
         with ranks.together():
             if first:
                 meta: dict[str, Any] = _meta(journal, params) | {"model": asdict(spec), "topology": asdict(topology)}
-                meta |= {"max_tokens": max_tokens, "limits": [*design.limits, *limits], "ranks": described}
+                meta |= {"max_tokens": max_tokens, "limits": design.limits, "ranks": described}
                 doubts = doubtful_cases(journal.rows.values())  # Even after more looks: marked.
                 rows = [({"flag": DOUBT} if i in doubts else {}) | journal.rows[i] for i in sorted(journal.rows)]
                 merged = [rows, meta]
@@ -124,14 +119,6 @@ def _begin(
     header |= {"rates": ranks.agree(rates), "links": ranks.agree(links)}
     with ranks.together():
         journal.begin(header)
-
-
-def _most_bytes(journal: Journal, stage: Stage, rates: Rates) -> dict[str, int]:
-    """Return what memory and time of one case allow an exchange, by group size in digits and by kind of pair."""
-    sharing = 1 if stage.backend.kind == "cuda" else stage.ranks.per_node
-    memory = rates.memory_bytes // (2 * sharing)
-    seconds = stage.params.max_case_seconds / (stage.params.min_repeats + RUNS_OUTSIDE_REPEATS)
-    return {name: min(memory, int(rate * seconds)) for name, rate in journal.header["links"].items()}
 
 
 def _meta(journal: Journal, params: ProfileParams) -> dict[str, Any]:

@@ -27,6 +27,8 @@ STEADY = 0.10
 MAX_WARM_UP = 6
 MORE_REPEATS = 3
 """Runs that scatter are repeated up to this many times as often, while the case has time."""
+MAX_LOOKS = 3
+"""A case that stays slower than a larger one is timed this often in all; then it is marked, for it may be real."""
 MESSAGE_LENGTH = 200
 LAUNCH_BOUND = "launch-bound: the host launched longer than the flush before could hide"
 """Flag of rows whose time holds launches that training hides; fits leave flagged rows out where others are near."""
@@ -134,6 +136,13 @@ def both_looks(first: Mapping[str, Any], second: Mapping[str, Any], kind: str) -
     if kind == "cuda" and len(timed) == 2:
         return {**first, **second, **times_of([*first["repeats_us"], *second["repeats_us"]])}
     return dict(min(timed, key=lambda row: row["time_us"], default=second))
+
+
+def message_of(case: Case, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a progress line says of a timed case."""
+    size = next(case.features[name] for name in ("rows", "tokens", "bytes") if name in case.features)
+    times = (f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"] for row in rows)
+    return f"{case.op} {size}: {' + '.join(times)}"
 
 
 def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:

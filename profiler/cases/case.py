@@ -1,11 +1,8 @@
-"""Cases: the unit of timing, one operation at one size, the features that describe it, and what it asks of a device.
-
-Invariant: a case id is a hash of content; equal in every process and on every machine.
-"""
+"""Cases: the unit of timing, one operation at one size, the features that describe it, and what it asks of a device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +14,9 @@ from profiler.files import content_hash
 
 BACKWARD_WORK = 2.5
 """Backward arithmetic over forward arithmetic: 2 for a GEMM, 2.5 for attention that recomputes its scores."""
+DOUBT_LIMIT, SLACK_US = 1.25, 20.0
+"""A row in doubt is slower by this factor and by more than that: smaller differences are scheduling, not work."""
+DOUBT = "slower than a case that asks more in every feature"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +61,13 @@ class Seen:
 
 
 def case_id(op: str, direction: str, dtype: str, features: Mapping[str, int]) -> str:
-    """Return 16 hex digits of the hash over operation, direction, type and features."""
+    """Return 16 hex digits of the hash over operation, direction, type and features: equal on every machine."""
     named = {name: int(features[name]) for name in OPERATIONS[op].features}
     return content_hash({"op": op, "direction": direction, "dtype": dtype, "features": named})[:16]
 
 
 def causal_pairs(lengths: np.ndarray, window: np.ndarray | int = 0) -> np.ndarray:
-    """Return the (query, key) pairs of causal sequences: query i sees itself and at most ``window - 1`` keys before it.
-
-    A window of 0 means no window.
-    """
+    """Return the (query, key) pairs of causal sequences: a query sees ``window - 1`` keys before it (0: all)."""
     lengths = np.asarray(lengths, dtype=np.int64)
     reach = np.where(np.asarray(window) > 0, np.minimum(window, lengths), lengths)
     return reach * (reach + 1) // 2 + (lengths - reach) * reach
@@ -133,6 +130,12 @@ def forward_flops(case: Case) -> float:
     return float(OPERATIONS[case.op].flops(case.features))
 
 
+def middle_case(cases: Iterable[Case], op: str) -> Case:
+    """Return a case of ``op`` in the upper middle by work: long enough to time well, short enough to repeat."""
+    found = sorted((case for case in cases if case.op == op), key=forward_flops)
+    return found[len(found) * 3 // 4]
+
+
 def case_bytes(case: Case, item_bytes: int) -> int:
     """Return the memory a case needs at its peak: tensors, their gradients, and as much for temporaries."""
     return 3 * item_bytes * int(OPERATIONS[case.op].elements(case.features))
@@ -144,3 +147,19 @@ def case_seconds(case: Case, rates: Rates, item_bytes: int) -> float:
     arithmetic = (1 + BACKWARD_WORK) * forward_flops(case) / getattr(rates, asked.rate)
     traffic = case_bytes(case, item_bytes) / rates.bytes_per_s
     return arithmetic + traffic + 3 * int(asked.calls(case.features)) * rates.call_s
+
+
+def doubtful_cases(rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the ids of measured rows that are slower than a row of the same kind that asks more in every feature."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            groups.setdefault((row["op"], row["direction"]), []).append(row)
+    doubts: set[str] = set()
+    for (op, _), listed in groups.items():
+        features = np.array([[row[name] for name in OPERATIONS[op].features] for row in listed])
+        time = np.array([row["time_us"] for row in listed])
+        asks_less = (features[:, None] <= features[None]).all(axis=2)
+        slower = time[:, None] > DOUBT_LIMIT * time[None] + SLACK_US
+        doubts |= {listed[i]["case_id"] for i in np.flatnonzero((asks_less & slower).any(axis=1))}
+    return doubts

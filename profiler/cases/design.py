@@ -102,15 +102,19 @@ class Design:
         listed = list(distinct.values())
         self.cases.extend(listed[i] for i in rng.permutation(len(listed)))
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds that one run of a case or an exchange may take."""
+        return self.params.max_case_seconds / (self.params.min_repeats + RUNS_OUTSIDE_REPEATS)
+
     def _refusal(self, case: Case) -> str:
         """Return why a case cannot run, or an empty string."""
         needed, allowed = case_bytes(case, self.item_bytes), self.rates.memory_bytes
         if needed > allowed:
             return f"needs {needed / 2**30:.1f} GiB, {allowed / 2**30:.1f} are allowed (max_memory_gib)"
         seconds = case_seconds(case, self.rates, self.item_bytes)
-        longest = self.params.max_case_seconds / (self.params.min_repeats + RUNS_OUTSIDE_REPEATS)
-        if seconds > longest:
-            return f"one run would take {seconds:.2f} s, {longest:.2f} are allowed (max_case_seconds)"
+        if seconds > self.longest_s:
+            return f"one run would take {seconds:.2f} s, {self.longest_s:.2f} are allowed (max_case_seconds)"
         return ""
 
     def _largest(self, what: str, wanted: int, build: Callable[[int], Case]) -> int:

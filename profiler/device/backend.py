@@ -15,7 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.device.fingerprint import read_text, usable_cores
-from profiler.device.readings import read_cpu, read_gpu
 from profiler.params import FLOAT8, ProfileParams
 
 Run = tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]
@@ -41,8 +40,10 @@ class TorchBackend:
 
     def __init__(self, kind: str, params: ProfileParams) -> None:
         self.kind, self.device = kind, torch.device(kind)
-        wanted = "bfloat16" if params.dtype == FLOAT8 else params.dtype
-        self.dtype_name = _native_dtype(kind) if wanted == "auto" else wanted
+        # Private, and so absent in some versions: without an answer float32 is the safe choice.
+        probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+        native = "bfloat16" if kind == "cuda" or any(probe is not None and probe() for probe in probes) else "float32"
+        self.dtype_name = {"auto": native, FLOAT8: "bfloat16"}.get(params.dtype, params.dtype)
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.threads = params.threads or max(1, usable_cores() - 1)
         self.times_loops = params.time_loops
@@ -58,8 +59,13 @@ class TorchBackend:
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
         """Hold the thread count for the time of a sweep, and give back the caller's."""
-        if self.kind == "cpu":
-            _keep_freed_memory()
+        # Let glibc keep what is freed, as long jobs come to: new pages are zeroed inside the run that touches them
+        # first. When it gives memory back depends on what a process allocated before, so two sweeps would differ.
+        with contextlib.suppress(OSError, AttributeError):  # another C library has no such switch
+            # M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h
+            for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-2, FLUSH_BYTES["cpu"])):
+                if self.kind == "cpu":
+                    ctypes.CDLL(None).mallopt(parameter, value)
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
@@ -133,10 +139,28 @@ class TorchBackend:
         return int(told[1]) * 1024 if told else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
     def readings(self) -> dict[str, float]:
-        """Return clock, temperature, power and throttle reasons of the device as numbers, as far as it tells them."""
-        if self.kind != "cuda":
-            return read_cpu()
-        return read_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        """Return ``clock_mhz`` (multiprocessors, or the mean of the cores) and ``slowed_by``, as far as they are told.
+
+        ``slowed_by`` is NVML's bit mask of the reasons why clocks are held down; it takes NVML's Python binding.
+        """
+        if self.kind == "cpu":
+            clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", read_text("/proc/cpuinfo"), re.MULTILINE)
+            return {"clock_mhz": sum(map(float, clocks)) / len(clocks)} if clocks else {}
+        try:
+            import pynvml as nvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        except ImportError:
+            return {}
+        found = {}
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+            asked = {"clock_mhz": ("ClockInfo", nvml.NVML_CLOCK_SM), "slowed_by": ("CurrentClocksThrottleReasons",)}
+            for name, (function, *arguments) in asked.items():
+                # What this card or a tenant may not have, or a binding dropped, hides no other reading.
+                with contextlib.suppress(nvml.NVMLError, AttributeError):
+                    found[name] = float(getattr(nvml, f"nvmlDeviceGet{function}")(handle, *arguments))
+        return found
 
     def named(self, run: Callable[[], Any], prepare: Callable[[], None]) -> tuple[str, float, Any]:
         """Return the names of what did the work in one run, its time as a warm-up run, and its result."""
@@ -172,24 +196,6 @@ class TorchBackend:
                 events.sort(key=lambda event: -event.self_device_time_total)
                 names = [f"{event.key[:80]} x{event.count}" for event in events[:LISTED_KERNELS]]
         return " + ".join(names), elapsed, kept
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed, as long jobs come to: new pages are zeroed inside the run that touches them first.
-
-    When it gives memory back depends on what a process allocated before, so two sweeps of one machine would differ.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no such switch
-        tune = ctypes.CDLL(None).mallopt
-        # M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h
-        for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-2, FLUSH_BYTES["cpu"])):
-            tune(parameter, value)
-
-
-def _native_dtype(kind: str) -> str:
-    # Private, and so absent in some versions: without an answer float32 is the safe choice.
-    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return "bfloat16" if kind == "cuda" or any(probe is not None and probe() for probe in probes) else "float32"
 
 
 class _Recorder(TorchDispatchMode):

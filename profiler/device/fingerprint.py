@@ -14,7 +14,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +24,42 @@ GIB = 2**30
 TOLERANCE = 0.10
 """Two devices of one kind may report memory this far apart (reserved pages, ECC) and still be near."""
 FAR, NEAR, NONE = "different", "near", "exact"
-RULES = {
-    "kind": (FAR, FAR),
-    "vendor": (FAR, FAR),
-    "arch": (FAR, FAR),
-    "units": (FAR, NEAR),
-    "memory_gib": (FAR, NEAR),
-    "l2_mib": (FAR, NONE),
-    "interconnect": (NEAR, NEAR),
-    "ranks_per_node": (NEAR, NEAR),
-    "name": (NEAR, NEAR),
-    "pcie": (NEAR, NONE),
-    "network": (NEAR, NONE),
-    "clock_max_mhz": (NEAR, NONE),
-}
-"""By fact: what another value means, and what it means where one side does not know its own."""
 KERNEL_PACKAGES = ("flash-attn", "flash-attn-3", "transformer-engine", "deep-ep", "deep-gemm")
 """Distributions whose kernels may run instead of torch's own: their versions are part of what was timed."""
-SIZES = {"memory_gib": "GiB", "l2_mib": "MiB"}
-"""Facts of which another value within the tolerance is near."""
+
+
+def _fact(differs: str, unknown: str = "", unit: str = "", **default: Any) -> Any:
+    """Declare a fact: what another value means, what if one side does not know its own; in a unit, close is near."""
+    return field(metadata={"differs": differs, "unknown": unknown or differs, "unit": unit}, **default)
 
 
 @dataclass(frozen=True)
 class DeviceFingerprint:
     """Hold the facts of a device that decide its times."""
 
-    kind: str
+    kind: str = _fact(FAR)
     """``cpu`` or ``cuda``."""
-    vendor: str
-    arch: str
+    vendor: str = _fact(FAR)
+    arch: str = _fact(FAR)
     """``sm_90`` and the like, or the machine type of a CPU."""
-    name: str
+    name: str = _fact(NEAR)
     """What the driver calls it: information only."""
-    units: int
+    units: int = _fact(FAR, NEAR)
     """Streaming multiprocessors, or cores this process may use."""
-    memory_gib: int
-    interconnect: str
+    memory_gib: int = _fact(FAR, NEAR, "GiB")
+    interconnect: str = _fact(NEAR)
     """How ranks of one node reach one another."""
-    ranks_per_node: int
+    ranks_per_node: int = _fact(NEAR)
     software: dict[str, str] = field(default_factory=dict)
     origin: str = "measured"
     """``measured`` here, or ``published`` by somebody else."""
-    l2_mib: int = 0
+    l2_mib: int = _fact(FAR, NONE, "MiB", default=0)
     """Last cache before the memory (GPUs)."""
-    pcie: str = ""
+    pcie: str = _fact(NEAR, NONE, default="")
     """``gen 5 x16``, the best that card and slot do."""
-    network: str = ""
+    network: str = _fact(NEAR, NONE, default="")
     """Active ports of the node, ``8 x 400 Gb/s InfiniBand``."""
-    clock_max_mhz: int = 0
+    clock_max_mhz: int = _fact(NEAR, NONE, default=0)
     """Highest clock of the multiprocessors."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,13 +90,15 @@ class Match:
 def compare_fingerprints(wanted: DeviceFingerprint, found: DeviceFingerprint) -> Match:
     """Compare two devices; hardware decides, a name alone never does."""
     reasons: dict[str, list[str]] = {FAR: [], NEAR: [], NONE: []}
-    for name, (differs, unknown) in RULES.items():
-        ours, theirs, unit = getattr(wanted, name), getattr(found, name), SIZES.get(name, "")
+    for fact in (one for one in fields(wanted) if one.metadata):
+        ours, theirs, unit = getattr(wanted, fact.name), getattr(found, fact.name), fact.metadata["unit"]
         close = unit and abs(ours - theirs) <= TOLERANCE * max(ours, theirs)
         if ours != theirs:
             expected, seen = (f"{value} {unit}".rstrip() if value else "unknown" for value in (ours, theirs))
-            level = unknown if "unknown" in (expected, seen) else NEAR if close else differs
-            reasons[level].append(f"{name.rpartition('_')[0] if unit else name} is {seen}, expected {expected}")
+            differs = NEAR if close else fact.metadata["differs"]
+            name = fact.name.rpartition("_")[0] if unit else fact.name
+            level = fact.metadata["unknown"] if "unknown" in (expected, seen) else differs
+            reasons[level].append(f"{name} is {seen}, expected {expected}")
     for key in sorted(wanted.software.keys() | found.software.keys()):
         expected, seen = (one.software.get(key, "absent") for one in (wanted, found))
         if expected != seen:

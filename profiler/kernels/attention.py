@@ -28,7 +28,11 @@ def attention_work(case: Case, backend: TorchBackend, core: Core | None = None) 
     query_THD = backend.tensor(f["tokens"], f["num_heads"], f["qk_head_dim"])
     key_TGD = backend.tensor(f["tokens"], f["num_kv_heads"], f["qk_head_dim"])
     value_TGD = backend.tensor(f["tokens"], f["num_kv_heads"], f["v_head_dim"])
-    core = core or (_varlen_core if backend.kind == "cuda" else _sequence_core)(case, backend)
+    if core is None and backend.kind == "cuda":
+        from torch.nn.attention.varlen import varlen_attn
+
+        core = packed_core(varlen_attn, case, backend, (-1, 0), enable_gqa=f["num_heads"] != f["num_kv_heads"])
+    core = core or _sequence_core(case)
     extra = f["qk_head_dim"] - f["v_head_dim"]
 
     def run() -> torch.Tensor:
@@ -62,14 +66,7 @@ def packed_starts(case: Case, backend: TorchBackend) -> tuple[torch.Tensor, int]
     return starts, max(2, case.features["max_length"])
 
 
-def _varlen_core(case: Case, backend: TorchBackend) -> Core:
-    from torch.nn.attention.varlen import varlen_attn
-
-    grouped = case.features["num_heads"] != case.features["num_kv_heads"]
-    return packed_core(varlen_attn, case, backend, (-1, 0), enable_gqa=grouped)
-
-
-def _sequence_core(case: Case, _: TorchBackend) -> Core:
+def _sequence_core(case: Case) -> Core:
     lengths, window = list(filled(case.parts)), case.features["window"]
 
     def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

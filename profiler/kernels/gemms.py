@@ -55,8 +55,7 @@ def experts_work(case: Case, backend: TorchBackend) -> Run:
     """Return the run of a grouped feed-forward: gate and up in one, SwiGLU, down.
 
     A case of type ``float8_e4m3fn`` multiplies in 8 bits forward, the casts of rows and weights included, and in the
-    sweep's type backward, as trainers do. ValueError if there are more rows than the experts' parts hold: a grouped
-    GEMM leaves such rows unwritten.
+    sweep's type backward, as trainers do.
     """
     f = case.features
     if sum(case.parts) != f["rows"]:

@@ -18,12 +18,16 @@ import takes those of one library.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 
 from profiler.cases.case import case_id, causal_pairs
 from profiler.cases.operations import EXPERT_ROWS, HEADS, OPERATIONS
@@ -33,8 +37,12 @@ from profiler.files import file_hash
 from profiler.measurements import SCHEMA_VERSION, Measurements
 from profiler.params import EXCHANGES, FLOAT8
 from profiler.published.routing_counts import rank_zero_rows
-from profiler.published.tables import find_tables, read_system, read_table
 
+LAYOUT = "<framework>/<version>/<op>_perf.txt or <framework>-<version>/<op>_perf.parquet, with system.yaml"
+CELL = ("batch_size", "isl", "num_heads", "kv_cache_dtype")
+EXPERTS = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size", "distribution")
+RENAMED = {"wideep_deepep_normal_perf": "deepep_normal_perf"}
+TEXT = {"device", "kernel_source", "op_name", "distribution"}
 SIXTEEN_BIT = ("float16", "bfloat16", "half")
 UNITS_BY_NAME = {"A100": 108, "H100": 132, "H200": 132}
 """Streaming multiprocessors of cards whose tables do not state them."""
@@ -56,23 +64,20 @@ def import_published(folder: Path | str, exchange: str = "nccl") -> Measurements
 
     ``exchange`` names the library whose all-to-all is read: ``nccl`` or ``deepep``.
 
-    Raises
-    ------
-    RoutePackError
-        If the folder holds no such tables, a table lacks a column, or its times are in another unit.
+    RoutePackError if the folder holds no such tables, a table lacks a column, or its times are in another unit.
     """
     if exchange not in EXCHANGES:
         raise RoutePackError(f"Unknown exchange {exchange!r}: expected {' or '.join(EXCHANGES)}.")
     folder = Path(folder)
-    frameworks, tables = find_tables(folder, exchange)
+    frameworks, tables = _find_tables(folder, exchange)
     parts, device = [], ""
-    for table, (op, reader) in READERS.items():
-        if table in tables:
-            raw = read_table(tables[table])
-            device = raw["device"].min() if table == "moe_perf" else device
+    for name, (op, reader, *_) in TABLES.items():
+        if name in tables:
+            raw = _read_table(tables[name])
+            device = raw["device"].min() if name == "moe_perf" else device
             # A step counts tokens that lie in the cache already: training has none.
             part = reader(raw[raw["step"] == 0] if "step" in raw else raw)
-            _check_unit(tables[table], op, part)
+            _check_unit(tables[name], op, part)
             told = part[["dtype", *OPERATIONS[op].features]].to_dict("records")
             ids = [case_id(op, "forward", row["dtype"], row) for row in told]
             parts.append(part.assign(case_id=ids, op=op, direction="forward", status="ok", source="published"))
@@ -193,19 +198,120 @@ def _check_unit(path: Path, op: str, rows: pd.DataFrame) -> None:
         )
 
 
-READERS: dict[str, tuple[str, Callable[[pd.DataFrame], pd.DataFrame]]] = {
-    "context_attention_perf": ("attention", _attention),
-    "context_mla_perf": ("attention", _latent_attention),
-    "gemm_perf": ("dense", _dense),
-    "moe_perf": ("experts", _experts),
-    "nccl_perf": ("alltoall", _alltoall),
-    "deepep_normal_perf": ("alltoall", _deepep),
+class Table(NamedTuple):
+    """What a table holds."""
+
+    op: str
+    reader: Callable[[pd.DataFrame], pd.DataFrame]
+    keys: tuple[str, ...]
+    """Columns that it must have, text or whole numbers, besides its device and kernel."""
+    times: tuple[str, ...] = ("latency",)
+    """Columns of positive times: milliseconds, or microseconds where the name says so."""
+
+
+TABLES = {
+    "context_attention_perf": Table("attention", _attention, (*CELL, "num_key_value_heads", "head_dim", "attn_dtype")),
+    "context_mla_perf": Table("attention", _latent_attention, (*CELL, "mla_dtype")),
+    "gemm_perf": Table("dense", _dense, ("gemm_dtype", "m", "n", "k")),
+    "moe_perf": Table("experts", _experts, ("moe_dtype", "num_tokens", *EXPERTS)),
+    "nccl_perf": Table("alltoall", _alltoall, ("op_name", "nccl_dtype", "num_gpus", "message_size")),
+    "deepep_normal_perf": Table(
+        "alltoall",
+        _deepep,
+        ("node_num", "hidden_size", "num_token", "num_topk", "num_experts", "dispatch_sms"),
+        ("dispatch_transmit_us", "combine_transmit_us", "dispatch_notify_us", "combine_notify_us"),
+    ),
 }
-"""Operation and reader of every table."""
+
+
+def _find_tables(folder: Path, exchange: str) -> tuple[list[str], dict[str, Path]]:
+    """Return the framework versions with expert timings, that to read first, and its tables (``moe_perf`` ...) by name.
+
+    trtllm comes before others and the newest first; the exchange's table is the newest of any framework.
+    """
+    if not folder.is_dir():
+        raise RoutePackError(f"Published timings not found: {folder} is not a folder.")
+    sets = _table_sets(folder)
+    with_experts = _newest_first(name for name in sets if "moe_perf" in sets[name])
+    if not with_experts:
+        inside = sorted(child.name for child in folder.iterdir() if child.is_dir() and _table_sets(child))
+        way_out = f"Give one GPU of it: {', '.join(inside)}." if inside else f"Expected {LAYOUT}."
+        raise RoutePackError(f"{folder} holds no moe_perf table of published timings. {way_out}")
+    wanted, own = EXCHANGES[exchange], sets[with_experts[0]]
+    tables = {name: path for name, path in own.items() if name in TABLES.keys() - EXCHANGES.values()}
+    networks = _newest_first(name for name in sets if wanted in sets[name])
+    if networks:
+        tables[wanted] = sets[networks[0]][wanted]
+    elif exchange != "nccl":
+        raise RoutePackError(f"{folder} holds no {wanted} table. Import with exchange nccl.")
+    return with_experts, tables
+
+
+def _table_sets(folder: Path) -> dict[str, dict[str, Path]]:
+    """Return tables by framework-version; a Parquet and a CSV of one name count once (Parquet)."""
+    sets: dict[str, dict[str, Path]] = {}
+    for pattern in ("*/*/*_perf.txt", "*/*_perf.txt", "*/*_perf.parquet", "*/*/*_perf.parquet"):
+        for path in sorted(folder.glob(pattern)):
+            name = "-".join(path.relative_to(folder).parts[:-1])
+            sets.setdefault(name, {})[RENAMED.get(path.stem, path.stem)] = path
+    return sets
+
+
+def _newest_first(names: Iterable[str]) -> list[str]:
+    def preference(name: str) -> tuple[bool, list[tuple[int, str]]]:
+        # Digits compare as numbers, so that 1.10 is newer than 1.9; a release is newer than its candidate.
+        parts = re.findall(r"\d+|[a-z]+", name.lower())
+        return name.lower().startswith("trtllm"), [(int(p), "") if p.isdigit() else (-1, p) for p in parts]
+
+    return sorted(names, key=preference, reverse=True)
+
+
+def _read_table(path: Path) -> pd.DataFrame:
+    """Read a table, and check that the columns it must have are text, whole numbers or positive latencies."""
+    try:
+        table = pa.parquet.read_table(path) if path.suffix == ".parquet" else pa.csv.read_csv(path)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise RoutePackError(f"Published table {path} cannot be read ({reason}). Fetch it again.") from None
+    _, _, keys, latencies = TABLES[RENAMED.get(path.stem, path.stem)]
+    missing = [n for n in (*latencies, *keys, "device", "kernel_source") if n not in table.column_names]
+    if missing:
+        raise RoutePackError(
+            f"Published table {path} lacks the columns {', '.join(missing)}: not a table of this layout."
+        )
+    frame = table.to_pandas()
+    text = [name for name in frame if name in TEXT or name.endswith("_dtype")]
+    frame[text] = frame[text].astype(str)
+    for name in keys:
+        if name not in text and frame[name].dtype.kind != "i":
+            raise RoutePackError(
+                f"Published table {path}: column {name} must hold whole numbers, got {frame[name].dtype}."
+            )
+    for name in latencies:
+        times, unit = frame[name], "microseconds" if name.endswith("_us") else "milliseconds"
+        if times.dtype.kind not in "if" or not ((times > 0) | (times == 0) & ("notify" in name)).all():
+            raise RoutePackError(f"Published table {path}: every {name} must be a positive number of {unit}.")
+    return frame
+
+
+def _read_system(folder: Path) -> dict[str, Any]:
+    """Read the peaks and link rates of the GPU; an empty mapping where no such file is found."""
+    import yaml
+
+    folder = folder.resolve()
+    outside = (parent / f"{folder.name}.yaml" for parent in (folder, folder.parent, folder.parent.parent))
+    path = next((path for path in (folder / "system.yaml", *outside) if path.is_file()), None)
+    if path is None:
+        return {}
+    try:
+        system = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RoutePackError(f"System file {path} cannot be read: {str(error).splitlines()[0]}.") from None
+    return system if isinstance(system, dict) else {}
 
 
 def _meta(folder: Path, frameworks: list[str], tables: dict[str, Path], device: str) -> dict[str, Any]:
-    system = read_system(folder)
+    system = _read_system(folder)
     gpu, node = system.get("gpu", {}), system.get("node", {})
     bandwidth = node.get("intra_node_bw")
     fingerprint = DeviceFingerprint(

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from profiler.cases.case import Case
-from profiler.cases.doubt import doubtful_cases
+from profiler.cases.case import Case, doubtful_cases
 from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint
@@ -32,7 +31,7 @@ from profiler.observer import Observer
 from profiler.params import ProfileParams
 from profiler.ranks.exchange_cases import alltoall_case, pair_kinds, split_bytes, transfer_case
 from profiler.ranks.ranks import Ranks, first_line
-from profiler.timer import both_looks, times_of
+from profiler.timer import MAX_LOOKS, STEADY, both_looks, message_of, times_of
 
 WHAT = "profile exchanges"
 """Name under which progress is reported."""
@@ -43,13 +42,10 @@ SKEW_SHARE = 0.10
 """Ranks may begin a round this far apart, or this share of its time if that is more; else it is dropped."""
 MAX_ROUNDS = 4
 """A case gets this many times its repeats in rounds, dropped ones included."""
-STEADY, MAX_WARM_UP = 0.10, 4
-MAX_LOOKS = 3
-"""A case that stays slower than a larger one is timed this often in all."""
+MAX_WARM_UP = 4
 LINK_SLACK = 1.05
 """A clock or a stated rate may be off by this much; what is faster was not measured."""
 PROBE_BYTES, PROBES = 1 << 20, 3
-MESSAGE_LENGTH = 200
 
 
 @dataclass(frozen=True)
@@ -95,9 +91,7 @@ def measure_links(stage: Stage, sizes: list[int]) -> dict[str, float]:
     probes = {str(size): alltoall_case("even", split, ranks.per_node) for size, split in splits.items()}
     probes |= {kind: transfer_case(kind, PROBE_BYTES) for kind in pair_kinds(ranks.size, ranks.per_node)}
     for name, case in probes.items():
-        move, failure = _agreed_move(stage, case, "forward")
-        if move is None:
-            raise RoutePackError(f"No exchange can be timed: {failure['message']}.")
+        move = _move(stage, case, "forward")
         offsets, began = ranks.clock_offsets(), time.perf_counter()
         best = min(time_round(stage, move, offsets, began).time_us for _ in range(PROBES))
         found[name] = PROBE_BYTES / max(best * 1e-6, 1e-9)
@@ -116,8 +110,7 @@ def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: O
             rows = [time_exchange(stage, case, way) for way in case.directions]
             with stage.ranks.together():
                 journal.add(rows=rows)
-            told = f"{rows[0]['time_us'] / 1e3:.2f} ms" if rows[0]["status"] == "ok" else rows[0]["status"]
-            observer.advance(WHAT, f"{case.op} {case.features['bytes']} bytes: {told}")
+            observer.advance(WHAT, message_of(case, rows))
     finally:
         observer.finish(WHAT)
     for look in range(2, MAX_LOOKS + 1):
@@ -133,34 +126,15 @@ def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: O
 
 def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
     """Return one row, the same on every rank."""
-    row = case.row(direction, DTYPE)
-    move, failure = _agreed_move(stage, case, direction)
-    if move is None:
-        return row | failure
+    move = _move(stage, case, direction)
     found = summary(stage, case, _rounds(stage, move))
     torch.cuda.empty_cache()
-    return row | {"kernel": move.kernel} | found
+    return case.row(direction, DTYPE) | {"kernel": move.kernel} | found
 
 
-def _agreed_move(stage: Stage, case: Case, direction: str) -> tuple[Move | None, dict[str, str]]:
-    """Return what this rank does, or None on all ranks and why, where one cannot make its buffers."""
-    move, own = None, {}
-    group = stage.ranks.group(case.features.get("ranks", stage.ranks.size))
-    try:
-        move = _move(stage, case, direction, group)
-    except Exception as error:
-        status = "oom" if isinstance(error, MemoryError) or "memory" in str(error) else "unsupported"
-        own = {"status": status, "message": f"rank {stage.ranks.rank}: {first_line(error)}"[:MESSAGE_LENGTH]}
-    failure = next(filter(None, stage.ranks.gather(own)), None)
-    if failure is None:
-        return move, {}
-    del move
-    torch.cuda.empty_cache()
-    return None, failure
-
-
-def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
+def _move(stage: Stage, case: Case, direction: str) -> Move:
     size = case.features.get("ranks", stage.ranks.size)
+    group = stage.ranks.group(size)
     own, device = stage.ranks.rank % size, stage.backend.device
     active, kernel = tuple(range(stage.ranks.size)), "all_to_all_single"
     if case.op == "transfer":
@@ -171,7 +145,8 @@ def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
         bytes_GG = np.array(case.parts, dtype=np.int64).reshape(size, size)
         bytes_GG = bytes_GG.T if direction == "backward" else bytes_GG
     to_each, from_each = bytes_GG[own].tolist(), bytes_GG[:, own].tolist()
-    sent, received = (torch.zeros(sum(each), dtype=torch.uint8, device=device) for each in (to_each, from_each))
+    with stage.ranks.together():
+        sent, received = (torch.zeros(sum(each), dtype=torch.uint8, device=device) for each in (to_each, from_each))
 
     def run() -> None:
         if case.op == "alltoall":

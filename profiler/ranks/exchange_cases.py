@@ -9,14 +9,11 @@ both ways share is timed both ways: the backward pass sends the transposed matri
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from profiler.cases.case import Case
-from profiler.cases.design import LOAD_FACTOR, log_sizes
-from profiler.model_spec import ModelSpec
-from profiler.params import ProfileParams
+from profiler.cases.design import LOAD_FACTOR, Design, log_sizes
 from profiler.topology import Topology
 
 SMALLEST_BYTES = 1024
@@ -46,50 +43,44 @@ def pair_kinds(size: int, per_node: int) -> list[str]:
 
 
 def design_exchanges(
-    spec: ModelSpec,
-    topology: Topology,
-    max_tokens: int,
-    params: ProfileParams,
-    sizes: list[int],
-    per_node: int,
-    most_bytes: Mapping[str, int],
-) -> tuple[list[Case], list[dict[str, Any]]]:
-    """Return the cases in a seeded order, and what was left out.
+    design: Design, sizes: list[int], per_node: int, sharing: int, links: Mapping[str, float]
+) -> list[Case]:
+    """Return the cases in a seeded order; the design notes what is left out.
 
-    ``most_bytes`` is what memory and time allow, by group size in digits and by kind of pair.
+    ``sharing`` ranks share one memory; ``links`` are bytes per second, by group size in digits and by kind of pair.
     """
-    rng = np.random.default_rng(params.seed)
+    rng, params = np.random.default_rng(design.params.seed), design.params
+    memory = design.rates.memory_bytes // (2 * sharing)
     cases: list[Case] = []
-    limits: list[dict[str, Any]] = []
 
     def cut(op: str, what: str, wanted: int) -> int:
-        allowed = max(SMALLEST_BYTES, most_bytes[what])
+        allowed = max(SMALLEST_BYTES, min(memory, int(links[what] * design.longest_s)))
         if wanted > allowed:
+            about = {"op": op, "what": f"bytes, {what}", "wanted": wanted, "designed": allowed}
             reason = "memory or time of one case (max_memory_gib, max_case_seconds)"
-            limits.append({"op": op, "what": f"bytes, {what}", "wanted": wanted, "designed": allowed, "reason": reason})
+            design.limits.append(about | {"reason": reason})
         return min(wanted, allowed)
 
-    fullest = largest_exchange(spec, topology, max_tokens, params)
     for group in sizes:
-        largest = cut("alltoall", str(group), max(SMALLEST_BYTES, fullest))
+        largest = cut("alltoall", str(group), max(SMALLEST_BYTES, largest_exchange(design)))
         steps = log_sizes(SMALLEST_BYTES, largest, max(6, params.max_points // 2))
         cases.append(alltoall_case("empty", np.zeros((group, group), dtype=np.int64), per_node))
         for i, size in enumerate(steps):
             # Both ends are even: what the other patterns are compared with.
             pattern = PATTERNS[0] if size in (steps[0], steps[-1]) else PATTERNS[i % len(PATTERNS)]
             cases.append(alltoall_case(pattern, split_bytes(pattern, group, size, rng), per_node))
-    expert = spec.expert_bytes(topology.expert_tensor_parallel_size)
+    expert = design.spec.expert_bytes(design.topology.expert_tensor_parallel_size)
     for kind in pair_kinds(max(sizes, default=1), per_node):
         largest = cut("transfer", kind, round(expert * TRANSFER_SCALES[-1]))
-        for scale in TRANSFER_SCALES:
-            cases.append(transfer_case(kind, min(largest, max(1, round(expert * scale)))))
+        cases += [transfer_case(kind, min(largest, max(1, round(expert * scale)))) for scale in TRANSFER_SCALES]
     distinct = list({case.case_id("forward", ""): case for case in cases}.values())
-    return [distinct[i] for i in rng.permutation(len(distinct))], limits
+    return [distinct[i] for i in rng.permutation(len(distinct))]
 
 
-def largest_exchange(spec: ModelSpec, topology: Topology, max_tokens: int, params: ProfileParams) -> int:
+def largest_exchange(design: Design) -> int:
     """Return the bytes of the busiest rank at a full cell: its mean share times ``LOAD_FACTOR``."""
-    tokens = max_tokens * topology.slots_per_block / topology.blocks_per_slot
+    spec, topology = design.spec, design.topology
+    tokens = design.max_tokens * topology.slots_per_block / topology.blocks_per_slot
     mean_rows = tokens * spec.top_k / topology.ranks_per_block
     return round(mean_rows * LOAD_FACTOR) * spec.hidden_size * ITEM_BYTES
 

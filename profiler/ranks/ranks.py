@@ -114,17 +114,13 @@ class Ranks:
             return [value]
         data = canonical_json(value).encode()
         longest = int(max(self._all_gather(torch.tensor([len(data)]))))
-        return [json.loads(part.numpy().tobytes()) for part in self._all_gather(_padded(data, longest))]
+        # JSON does not mind blanks behind it.
+        padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        return [json.loads(part.numpy().tobytes()) for part in self._all_gather(padded)]
 
     def agree(self, value: Any) -> Any:
         """Return rank 0's JSON-ready value on every rank; the others' is ignored."""
-        if self.size == 1:
-            return value
-        data = canonical_json(value).encode() if self.rank == 0 else b""
-        sent = _padded(data, self.gather(len(data))[0])
-        with self._lost():
-            dist.broadcast(sent, src=0, group=self._control)
-        return json.loads(sent.numpy().tobytes())
+        return self.gather(value if self.rank == 0 else None)[0]
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         received = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -193,11 +189,6 @@ class Ranks:
                 trips.append((received - sent, (sent + received) / 2 - float(stamp[0])))
         offsets = self.gather(min(trips, default=(0.0, 0.0))[1])
         return [offsets[rank - rank % self.per_node] for rank in range(self.size)]
-
-
-def _padded(data: bytes, size: int) -> torch.Tensor:
-    # JSON does not mind blanks behind it.
-    return torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from profiler.cases.case import Case, forward_flops
+from profiler.cases.case import Case, middle_case
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
 from profiler.ranks.collectives import Stage
@@ -26,17 +26,9 @@ SLOW_LIMIT = {"cpu": 0.25, "cuda": 0.10}
 """A rank that takes this share longer than the others is named; ranks on one CPU disturb one another."""
 
 
-def speed_cases(cases: Sequence[Case]) -> list[Case]:
-    """Return a case in the upper middle by work of every operation that tells a rank's speed."""
-    chosen = []
-    for op in SPEED_OPS:
-        listed = sorted((case for case in cases if case.op == op), key=lambda case: forward_flops(case))
-        chosen += [listed[len(listed) * 3 // 4]] if listed else []
-    return chosen
-
-
-def time_speeds(stage: Stage, cases: Sequence[Case]) -> list[dict[str, float]]:
-    """Return every rank's times of the speed cases by row id; GPUs run at the same time, CPUs in turn."""
+def time_speeds(stage: Stage, pool: Sequence[Case]) -> list[dict[str, float]]:
+    """Return every rank's times of a case of each of ``SPEED_OPS``; GPUs run at the same time, CPUs in turn."""
+    cases = [middle_case(pool, op) for op in SPEED_OPS]
     ranks, on_gpu = stage.ranks, stage.backend.kind == "cuda"
     best: dict[str, float] = {}
     for turn in range(LAPS if on_gpu else LAPS * ranks.size):

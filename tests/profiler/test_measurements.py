@@ -54,13 +54,6 @@ def test_rows_are_selected_by_any_column(measurements):
     assert len(measurements.select(status="ok", op="experts")) == 0
 
 
-def test_columns_are_complete_and_of_one_length(measurements):
-    with pytest.raises(ValueError, match="flag"):
-        Measurements({k: v for k, v in measurements.rows.items() if k != "flag"}, META)
-    with pytest.raises(ValueError, match="one length"):
-        Measurements({**measurements.rows, "n": np.zeros(3, dtype=np.int64)}, META)
-
-
 def test_damaged_files_are_named(measurements, tmp_path):
     with pytest.raises(RoutePackError, match="not found"):
         Measurements.load(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.cases.case import Case, case_bytes, causal_pairs, cell_case, experts_case, forward_flops
+from profiler.cases.case import Case, case_bytes, causal_pairs, cell_case, doubtful_cases, experts_case, forward_flops
 from profiler.cases.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[3]
@@ -79,3 +79,14 @@ def test_estimates_of_columns_are_those_of_single_cases():
     assert OPERATIONS["attention"].flops(columns).tolist() == flops
     # Two products over 192 and 128 numbers, both as wide as the wider; a windowed kernel masks half of its work.
     assert flops[:2] == [4 * rows[0]["pairs"] * 8 * 192, 2 * 4 * rows[1]["pairs"] * 8 * 192]
+
+
+def row(case, tokens, time, status="ok"):
+    return {"case_id": case, "op": "dense", "direction": "forward", "status": status, "time_us": time,
+            "tokens": tokens, "n": 8, "k": 8}  # fmt: skip
+
+
+def test_a_measured_case_is_doubtful_when_a_larger_one_was_clearly_faster():
+    rows = [row("a", 1, 500.0), row("b", 2, 100.0), row("c", 3, 105.0), row("d", 9, float("nan"), "oom")]
+    assert doubtful_cases(rows) == {"a"}
+    assert doubtful_cases([]) == set()

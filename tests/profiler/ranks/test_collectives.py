@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from profiler import DeviceFingerprint, ModelSpec, Observer, ProfileParams, Topology
+from profiler.cases.case import Rates
+from profiler.cases.design import Design
 from profiler.journal import Journal
 from profiler.ranks.collectives import Move, Round, Stage, above_link, link_rates, run_exchanges, summary, time_round
 from profiler.ranks.exchange_cases import (
@@ -106,12 +108,12 @@ def test_groups_are_those_that_the_job_can_form(block, size, per_node, expected)
 
 def test_the_design_spans_a_kib_to_the_fullest_exchange_and_reports_cuts():
     topology = Topology(data_parallel_size=8, expert_model_parallel_size=8)
-    asked = (SPEC, topology, 4096, PARAMS, [4, 8], 4)
-    room = dict.fromkeys(("4", "8", "inside", "between"), 2**40)
-    cases, limits = design_exchanges(*asked, room)
-    assert not limits
+    design = Design(SPEC, topology, 4096, PARAMS, Rates(1e15, 1e15, 1e13, 1e-6, 1 << 40), 2)
+    asked, links = ([4, 8], 4, 1), dict.fromkeys(("4", "8", "inside", "between"), 2.0**40)
+    cases = design_exchanges(design, *asked, links)
+    assert not design.limits
     assert [case.case_id("forward", "") for case in cases] == [
-        case.case_id("forward", "") for case in design_exchanges(*asked, room)[0]
+        case.case_id("forward", "") for case in design_exchanges(design, *asked, links)
     ]
     for ranks in (4, 8):
         group = [case for case in cases if case.op == "alltoall" and case.features["ranks"] == ranks]
@@ -119,13 +121,13 @@ def test_the_design_spans_a_kib_to_the_fullest_exchange_and_reports_cuts():
         sizes = sorted(case.features["bytes"] for case in group)
         assert sizes[:2] == [0, 1024]
         # 4096 tokens x 2 choices of 64 numbers in 16 bits: twice the mean load of a rank.
-        assert sizes[-1] == largest_exchange(SPEC, topology, 4096, PARAMS) == 4096 * 2 * 2 * 64 * 2
+        assert sizes[-1] == largest_exchange(design) == 4096 * 2 * 2 * 64 * 2
         assert all((case.features["inter_bytes"] > 0) == (ranks == 8) for case in group if case.pattern == "even")
     moved = [case for case in cases if case.op == "transfer"]
     assert 16 * 3 * 64 * 32 in {case.features["bytes"] for case in moved}
     assert {case.features["inter_bytes"] == case.features["bytes"] for case in moved} == {True, False}
-    small, limits = design_exchanges(*asked, room | {"8": 4096})
-    assert [(limit["op"], limit["designed"]) for limit in limits] == [("alltoall", 4096)]
+    small = design_exchanges(design, *asked, links | {"8": 4096 / design.longest_s})
+    assert [(limit["op"], limit["designed"]) for limit in design.limits] == [("alltoall", 4096)]
     assert max(case.features["bytes"] for case in small if case.features.get("ranks") == 8) <= 4096
 
 
