@@ -21,6 +21,7 @@ import numpy as np
 from costmodels.cost_model import CostModel
 from costmodels.features import Columns, Operation, take
 from costmodels.fit import fit_operation
+from costmodels.learned.smooth import squares
 from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
 from costmodels.params import FitParams
 from profiler import ProfileParams
@@ -81,9 +82,8 @@ class KMeansChooser:
         key = arrays_hash(**columns) + operation.name + direction
         if key not in self._known:
             _, found = fit_operation(operation, direction, columns, self.params, self.priors, self.arch)
-            self._known[key] = (
-                None if found is None else 100.0 * float(np.median(np.abs(found.model_us / found.true_us - 1)))
-            )
+            known = None if found is None else float(np.median(np.abs(found.model_us / found.true_us - 1)))
+            self._known[key] = known and 100.0 * known
         return self._known[key]
 
 
@@ -191,7 +191,7 @@ def _centres(place: np.ndarray, fixed: list[int], count: int, seed: int) -> np.n
     """Return ``count`` centres of k-means clusters where the ``fixed`` places are centres that never move."""
     rng = np.random.default_rng(seed)
     centres = place[fixed]
-    nearest = _squares(place, centres).min(axis=1)
+    nearest = squares(place, centres).min(axis=1)
     for _ in range(count):
         # As in k-means++: far places are likelier, and one that is a centre already has no chance.
         weight = nearest if nearest.sum() > 0 else np.ones_like(nearest)
@@ -199,7 +199,7 @@ def _centres(place: np.ndarray, fixed: list[int], count: int, seed: int) -> np.n
         nearest = np.minimum(nearest, ((place - centres[-1]) ** 2).sum(axis=1))
     label = np.full(len(place), -1)
     for _ in range(LLOYD_PASSES):
-        before, label = label, _squares(place, centres).argmin(axis=1)
+        before, label = label, squares(place, centres).argmin(axis=1)
         if np.array_equal(before, label):
             break
         for k in range(len(fixed), len(centres)):
@@ -208,20 +208,8 @@ def _centres(place: np.ndarray, fixed: list[int], count: int, seed: int) -> np.n
     return np.asarray(centres[len(fixed) :])
 
 
-def _squares(place: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Return squared distances [places, centres], summed in one order whatever the machine."""
-    total = np.zeros((len(place), len(centres)))
-    for d in range(place.shape[1]):
-        total += (place[:, d, None] - centres[None, :, d]) ** 2
-    return total
-
-
 def _columns(operation: Operation, direction: str, rows: Rows, doubts: set[str]) -> Columns:
-    kept = [
-        row
-        for row in rows
-        if (row["op"], row["direction"], row["status"]) == (operation.name, direction, "ok")
-        and row["case_id"] not in doubts
-    ]
+    kept = [row for row in rows if (row["op"], row["direction"], row["status"]) == (operation.name, direction, "ok")]
+    kept = [row for row in kept if row["case_id"] not in doubts]
     names = (*operation.features, "time_us")
     return {name: np.array([row.get(name, 0) for row in kept], dtype=np.float64) for name in names} if kept else {}

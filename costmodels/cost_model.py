@@ -17,6 +17,7 @@ import numpy as np
 from costmodels.learned.files import load_model, save_model
 from costmodels.learned.predictor import OperationModel
 from costmodels.learned.validation import HeldOut
+from costmodels.operations.catalog import DIRECTIONS
 from costmodels.params import FitParams
 from costmodels.tables import StepTables, npz_bytes
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
@@ -24,6 +25,8 @@ from profiler.files import content_hash, new_folder, read_json, write_bytes, wri
 
 SCHEMA_VERSION = 2
 COST_MODEL_FILE, TABLES_FILE = "costmodel.json", "tables.npz"
+PLAIN = ("max_tokens", "data_hash", "provenance", "table_errors")
+"""Fields that are JSON as they are."""
 SYMMETRIC = ("alltoall", "transfer")
 """Operations that cost the same in both directions."""
 
@@ -79,17 +82,7 @@ class CostModel:
     @property
     def validation(self) -> dict[str, Any]:
         """Errors of every operation and direction on held-out rows, and of the frozen tables: ready for JSON."""
-        found: dict[str, Any] = {
-            f"{name}/{direction}": {
-                "kind": model.kind,
-                "rows": model.rows,
-                "flagged_rows": model.flagged_rows,
-                "reasons": list(model.reasons),
-                "mixes": {regime: list(mix) for regime, mix in model.mixes.items()},
-                **model.validation,
-            }
-            for (name, direction), model in self.models.items()
-        }
+        found = {f"{name}/{direction}": model.validation for (name, direction), model in self.models.items()}
         return {**found, "tables": self.table_errors}
 
     def backward_factor(self, op: str) -> float | None:
@@ -101,64 +94,48 @@ class CostModel:
         return self.params.attention_backward_factor if op.endswith("attention") else self.params.gemm_backward_factor
 
     def predict_us(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return microseconds and a mark per row: whether it lies outside what was timed.
-
-        Raises
-        ------
-        RoutePackError
-            If the operation was not measured, or a feature is missing, unknown, not finite or not positive.
-        """
-        model, factor = self.model_of(op, direction)
+        """Return microseconds and a mark per row: whether it lies outside what was timed."""
+        model, factor = self._model_of(op, direction)
         time_us, extrapolated = model.predict_us(features)
         return time_us * factor, extrapolated
 
     def floor_us(self, op: str, direction: str, features: Mapping[str, Any]) -> float:
         """Return the time of one call with nothing to do, microseconds."""
-        model, factor = self.model_of(op, direction)
+        model, factor = self._model_of(op, direction)
         return model.floor_us(features) * factor
 
-    def model_of(self, op: str, direction: str) -> tuple[OperationModel, float]:
+    def _model_of(self, op: str, direction: str) -> tuple[OperationModel, float]:
         """Return the model that prices an operation in a direction, and the factor on its times."""
-        if direction not in ("forward", "backward"):
+        if direction not in DIRECTIONS:
             raise RoutePackError(f"Unknown direction {direction!r}: give 'forward' or 'backward'.")
-        model = self.models.get((op, direction))
-        if model is not None:
-            return model, 1.0
-        forward = self.models.get((op, "forward"))
-        if forward is None:
+        found = self.models.get((op, direction)) or self.models.get((op, "forward"))
+        if found is None:
             known = ", ".join(sorted({name for name, _ in self.models}))
             raise RoutePackError(f"This cost model has no times of {op!r} (it has {known}). Measure it and fit again.")
-        return forward, self.backward_factor(op) or 1.0
+        return found, 1.0 if found.direction == direction else self.backward_factor(op) or 1.0
 
     def save(self, folder: Path | str) -> None:
-        """Write the folder whole, in place of an older one.
-
-        Raises
-        ------
-        ValueError
-            If no tables were frozen for it.
-        """
+        """Write the folder whole, in place of an older one."""
         if (tables := self.tables) is None:
             raise ValueError("Expected a cost model with frozen tables; set `tables` to what `freeze_tables` returns.")
+        times = {"true": "true_us", "predicted": "model_us", "baseline": "baseline_us"}
+        parity = {
+            f"{key}_{n}_us": getattr(one, field) for key, one in self.parity.items() for n, field in times.items()
+        }
         with new_folder(folder) as new:
-            entries = {f"{name}-{direction}": save_model(new, m) for (name, direction), m in self.models.items()}
-            tables.save(new / TABLES_FILE)
-            write_bytes(new / "parity.npz", npz_bytes(_parity_arrays(self.parity)))
             header = {
                 "schema_version": SCHEMA_VERSION,
                 "fingerprint": self.fingerprint.to_dict(),
-                "model": asdict(self.spec),
-                "topology": asdict(self.topology),
-                "max_tokens": self.max_tokens,
-                "params": asdict(self.params),
-                "data_hash": self.data_hash,
-                "provenance": self.provenance,
-                "backward": {op: _backward_note(self, op) for op in sorted({name for name, _ in self.models})},
-                "notes": list(tables.notes),
-                "table_errors": self.table_errors,
+                "model": self.spec,
+                **{name: getattr(self, name) for name in ("topology", "params", *PLAIN)},
+                "notes": tables.notes,
                 "tables_hash": tables.tables_hash,
-                "operations": entries,
+                "operations": {
+                    f"{name}-{direction}": save_model(new, m) for (name, direction), m in self.models.items()
+                },
             }
+            tables.save(new / TABLES_FILE)
+            write_bytes(new / "parity.npz", npz_bytes(parity))
             write_json(new / COST_MODEL_FILE, header)
 
     @classmethod
@@ -186,27 +163,8 @@ class CostModel:
                 fingerprint=DeviceFingerprint.from_dict(header["fingerprint"]),
                 spec=ModelSpec(**header["model"]),
                 topology=Topology(**header["topology"]),
-                max_tokens=header["max_tokens"],
-                data_hash=header["data_hash"],
-                provenance=header["provenance"],
                 tables=StepTables.load(folder / TABLES_FILE),
-                table_errors=header["table_errors"],
+                **{name: header[name] for name in PLAIN},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RoutePackError(f"Cost model {folder} is damaged: {error}. Run `routepack fit` again.") from None
-
-
-def _backward_note(model: CostModel, op: str) -> str:
-    factor = model.backward_factor(op)
-    if factor is None:
-        return "measured"
-    return "as forward (symmetry)" if op in SYMMETRIC else f"assumed: forward times {factor:g}"
-
-
-def _parity_arrays(parity: Mapping[str, HeldOut]) -> dict[str, np.ndarray]:
-    arrays = {}
-    for name, held_out in parity.items():
-        arrays[f"{name}_true_us"] = held_out.true_us
-        arrays[f"{name}_predicted_us"] = held_out.model_us
-        arrays[f"{name}_baseline_us"] = held_out.baseline_us
-    return arrays

@@ -5,31 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from costmodels.cost_model import CostModel
-from costmodels.features import Columns, Operation, size_of, take
+from costmodels.features import Columns, Operation, shape_ranges, take
 from costmodels.fit_prior import join_prior
 from costmodels.freezing.freeze import freeze_tables, table_errors
 from costmodels.learned.baseline import fit_baseline
-from costmodels.learned.intervals import LEVEL, WIDENING, Intervals, calibrate, coverage
 from costmodels.learned.predictor import OperationModel
-from costmodels.learned.ranges import shape_ranges
-from costmodels.learned.residual import Mix, fit_residual
-from costmodels.learned.validation import (
-    LARGEST,
-    LARGEST_GROUPS,
-    REGIMES,
-    SHAPES,
-    SIZES,
-    HeldOut,
-    hold_out,
-    log_error,
-    size_groups,
-    with_mixes,
-)
+from costmodels.learned.residual import fit_residual
+from costmodels.learned.validation import SIZES, HeldOut, intervals_of, validate
 from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
 from costmodels.params import FitParams
 from profiler import (
@@ -114,99 +100,25 @@ def fit_operation(
     time_us = rows["time_us"]
     columns = {name: rows[name] for name in operation.features}
     parameters = fit_baseline(operation, columns, time_us, params)
-    splits = [split for split in REGIMES if split != SHAPES or operation.shape]
-    found = {split: hold_out(operation, columns, time_us, parameters, split, params) for split in splits}
-    reasons: list[str] = []
-    mixes = _mixes(found, params, reasons)
-    if (sizes := found[SIZES]) is not None and "measured" in mixes:
-        found[SIZES] = with_mixes(sizes, mixes)
+    found, mixes, reasons = validate(operation, columns, time_us, parameters, params)
+    intervals, covered = intervals_of(operation, columns, found)
     target = np.log(time_us / operation.baseline(columns, parameters))
-    intervals, covered = _intervals(operation, columns, found)
+    wanted = {name for regime, mix in mixes.items() if regime != "unseen" for name in mix}
     own = OperationModel(
         operation=operation,
         direction=direction,
         parameters=parameters,
         shapes=shape_ranges(operation, columns),
-        known=fit_residual(operation, columns, target, params, False, _members(mixes, unseen=False)),
-        unseen=fit_residual(operation, columns, target, params, True, _members(mixes, unseen=True)),
+        known=fit_residual(operation, columns, target, params, False, wanted),
+        unseen=fit_residual(operation, columns, target, params, True, mixes.get("unseen", ())),
         mixes=mixes,
         empty_us=empty_us,
         rows=int(time_us.size),
-        reasons=tuple(reasons),
+        reasons=reasons,
         validation={**{split: one.report() for split, one in found.items() if one is not None}, **covered},
         intervals=intervals,
     )
     return join_prior(own, found, columns, time_us, params, priors, arch) if priors else (own, found[SIZES])
-
-
-def _mixes(found: dict[str, HeldOut | None], params: FitParams, reasons: list[str]) -> dict[str, Mix]:
-    """Return what answers in each regime, by each split's own choice; nothing where a split refuses it."""
-    mixes: dict[str, Mix] = {}
-    sizes = found[SIZES]
-    if _accepted(sizes, SIZES, params, reasons):
-        assert sizes is not None
-        mixes |= sizes.mixes
-        mixes |= {"larger": mixes["measured"], "beyond": mixes["between"]}
-        largest = found[LARGEST]
-        if largest is None:
-            reasons.append(f"{LARGEST}: too few groups of sizes; what is best inside is used beyond too")
-        elif largest.useful():
-            mixes |= largest.mixes
-        else:
-            # The nearest residuals are no help farther out: physics alone from there on.
-            reasons.append(f"{LARGEST}: no residual was better than the baseline")
-            mixes |= {"larger": (), "beyond": ()}
-    if SHAPES in found and _accepted(shapes := found[SHAPES], SHAPES, params, reasons):
-        assert shapes is not None
-        mixes |= shapes.mixes
-    return mixes
-
-
-def _members(mixes: dict[str, Mix], unseen: bool) -> set[str]:
-    return {name for regime, mix in mixes.items() if (regime == "unseen") == unseen for name in mix}
-
-
-def _intervals(
-    operation: Operation, columns: Columns, found: dict[str, HeldOut | None]
-) -> tuple[Intervals | None, dict[str, Any]]:
-    """Return calibrated half-widths and what share of held-out rows they cover, for the report."""
-    sizes, largest = found[SIZES], found[LARGEST]
-    if sizes is None:
-        return None, {}
-    size, groups, error = (
-        size_of(operation, columns),
-        size_groups(operation, columns),
-        log_error(sizes.model_us, sizes.true_us),
-    )
-    # Calibrated on sizes with smaller and larger ones on both sides: what "inside the timed range" means.
-    inside = (groups > groups.min()) & (groups < groups.max())
-    intervals = calibrate(size[inside], error[inside])
-    if intervals is None:
-        return None, {}
-    inside_pct = coverage(size[inside], error[inside], groups[inside])
-    report: dict[str, Any] = {"level_pct": 100.0 * LEVEL, "rows": int(inside.sum())}
-    if inside_pct is not None:
-        report["inside_pct"] = round(100.0 * inside_pct, 1)
-    if largest is not None:
-        beyond = groups >= np.unique(groups)[-LARGEST_GROUPS]
-        half = WIDENING * intervals.half_widths(size[beyond])
-        report["largest_sizes_pct"] = round(
-            100.0 * float((log_error(largest.model_us, largest.true_us) <= half).mean()), 1
-        )
-    report["median_half_width_pct"] = round(100.0 * float(np.expm1(np.median(intervals.half_widths(size)))), 2)
-    return intervals, {"intervals": report}
-
-
-def _accepted(held_out: HeldOut | None, split: str, params: FitParams, reasons: list[str]) -> bool:
-    if held_out is None:
-        reasons.append(f"{split}: too few groups of rows to validate a residual")
-    elif held_out.true_us.size < params.min_rows:
-        reasons.append(f"{split}: {held_out.true_us.size} rows, a residual needs {params.min_rows}")
-    elif not held_out.useful():
-        reasons.append(f"{split}: the residual was constant or no better than the baseline")
-    else:
-        return True
-    return False
 
 
 def _timed(batches: list[Measurements], operation: Operation, direction: str) -> tuple[Columns, np.ndarray]:
@@ -222,15 +134,13 @@ def _timed(batches: list[Measurements], operation: Operation, direction: str) ->
 
 def _split_empty(operation: Operation, rows: Columns) -> tuple[float | None, Columns]:
     """Take out calls with nothing to do: they set the floor, and have no log."""
-    filled = np.ones(rows["time_us"].size, dtype=bool)
-    for name in operation.features:
-        if name not in operation.zero_allowed:
-            filled &= rows[name] > 0
+    positive = [rows[name] > 0 for name in operation.features if name not in operation.zero_allowed]
+    filled = np.logical_and.reduce(positive)
     if filled.all():
         return None, rows
     if not filled.any():
         raise RoutePackError(f"Every measured row of {operation.name} is empty. Profile sizes above 0.")
-    return float(np.median(rows["time_us"][~filled])), {name: column[filled] for name, column in rows.items()}
+    return float(np.median(rows["time_us"][~filled])), take(rows, filled)
 
 
 def _warn_of_unsteady(batches: list[Measurements]) -> None:

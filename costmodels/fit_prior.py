@@ -14,7 +14,6 @@ import numpy as np
 
 from costmodels.features import Columns, size_of, take
 from costmodels.learned.baseline import fit_baseline
-from costmodels.learned.intervals import calibrate
 from costmodels.learned.predictor import PRIOR_RESIDUAL, OperationModel, Prior, blend
 from costmodels.learned.residual import fit_discrepancy
 from costmodels.learned.validation import (
@@ -22,6 +21,7 @@ from costmodels.learned.validation import (
     SHAPES,
     SIZES,
     HeldOut,
+    calibrate,
     error_summary,
     held_out_folds,
     hold_out,

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
-import zlib
 from collections.abc import Container
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -159,29 +157,9 @@ class StepTables:
             raise RoutePackError(f"Frozen tables {path} are damaged: {error}. Run `routepack fit` again.") from None
 
 
-DAMAGED = (
-    ValueError,
-    EOFError,
-    OSError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    MemoryError,
-    NotImplementedError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-"""What damaged bytes make numpy raise."""
-
-
 def npz_bytes(arrays: dict[str, np.ndarray]) -> bytes:
-    """Return an ``.npz`` archive, names in order: equal arrays give equal bytes (numpy states no time).
-
-    Raises
-    ------
-    RoutePackError
-        If an array holds objects: numpy would pickle them.
-    """
+    """Return an ``.npz`` archive, names in order: equal arrays give equal bytes (numpy states no time)."""
+    # numpy would pickle objects.
     if pickled := [name for name, array in arrays.items() if array.dtype.hasobject]:
         raise RoutePackError(
             f"Array {pickled[0]} holds Python objects, which are never written. Convert it to numbers."
@@ -192,19 +170,13 @@ def npz_bytes(arrays: dict[str, np.ndarray]) -> bytes:
 
 
 def read_npz(path: Path | str, what: str, names: Container[str] | None = None) -> dict[str, np.ndarray]:
-    """Read the arrays of an ``.npz``, or those of them in ``names``, without pickle.
-
-    Raises
-    ------
-    RoutePackError
-        If the file is missing, truncated, or holds objects.
-    """
+    """Read the arrays of an ``.npz``, or those of them in ``names``, without pickle."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files if names is None or name in names}
     except FileNotFoundError:
         raise RoutePackError(f"{what} not found: {path}.") from None
-    except DAMAGED as error:
+    except Exception as error:  # damaged bytes make numpy, zipfile and zlib raise a dozen kinds
         raise RoutePackError(
             f"{what} {path} cannot be read ({error}): truncated or not an .npz. Write it again."
         ) from None

@@ -13,7 +13,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -316,6 +316,6 @@ def _write_refit(found: Rescale, planner: Planner, folder: Path, refit: Path, ev
     said = f"times corrected by {found.steps} measured training steps: {factors}"
     tables = rescaled_tables(planner.tables, found.factors, said)
     made_from = {"bundle_sha256": file_hash(folder / PLANNER_FILE), "tables_hash": planner.tables.tables_hash}
-    record = {"parent": made_from, "steps": dict(evidence), **found.to_dict()}
+    record = {"parent": made_from, "steps": dict(evidence), **asdict(found)}
     provenance = {**planner.provenance, "tables_hash": tables.tables_hash, "refit": record}
     write_bundle(refit, replace(planner, tables=tables), provenance)

@@ -71,8 +71,8 @@ def cost_model_summary(model: CostModel, out: Path) -> str:
     from routepack_tune.reports.fit import REPORT_FILE, error_table
 
     lines = [f"Cost model: {out}", *(f"  {line}" for line in error_table(model.validation))]
-    for name, found in model.validation.items():
-        lines += [f"  {name}: {reason}" for reason in found.get("reasons", ())]
+    for (op, direction), fitted in model.models.items():
+        lines += [f"  {op}/{direction}: {reason}" for reason in fitted.reasons]
     lines += [f"  note: {note}" for note in (model.tables.notes if model.tables is not None else ())]
     if (out / REPORT_FILE).is_file():
         lines.append(f"  pictures: {out / REPORT_FILE}")

@@ -35,10 +35,11 @@ def freeze_tables(model: CostModel, spec: ModelSpec, topology: Topology, max_tok
     max_rows = max_tokens * topology.slots_per_block * spec.top_k
     tokens_shift, rows_shift = node_shift(max_tokens), node_shift(max_rows)
     tokens, rows = table_nodes(max_tokens, tokens_shift), table_nodes(max_rows, rows_shift)
-    sequence_ns = np.stack([never_falling(pricer.sequence_ns(tokens, kind)) for kind in classes])
-    length_max, rows_max = _measured_length_max(pricer), _measured_rows_max(pricer)
+    lengths = [ranges["max_length"][1] if (ranges := pricer.timed(op, shape)) else 0 for op, shape in _cores(pricer)]
+    experts, length_max = pricer.timed("experts", pricer.experts_shape), int(min(lengths))
+    rows_max = int(experts["rows"][1]) * topology.blocks_per_slot if experts else 0
     return StepTables(
-        sequence_ns=sequence_ns,
+        sequence_ns=np.stack([never_falling(pricer.sequence_ns(tokens, kind)) for kind in classes]),
         cell_ns=np.stack([never_falling(pricer.cell_ns(tokens, kind)) for kind in classes]),
         class_layers=np.array([kind.layers for kind in classes], dtype=np.int64),
         class_names=tuple(kind.name for kind in classes),
@@ -66,10 +67,8 @@ def table_errors(
 ) -> dict[str, Any]:
     """Return how far look-ups lie from the model on random sizes, percent, per table."""
     pricer = Pricer(model, spec, topology, tables.max_tokens)
-    rng = np.random.default_rng(seed)
-    tokens, rows = (
-        np.unique(rng.integers(1, largest, samples, endpoint=True)) for largest in (tables.max_tokens, tables.max_rows)
-    )
+    rng, largest = np.random.default_rng(seed), (tables.max_tokens, tables.max_rows)
+    tokens, rows = (np.unique(rng.integers(1, most, samples, endpoint=True)) for most in largest)
 
     def errors(table: np.ndarray, shift: int, x: np.ndarray, price: Callable[..., np.ndarray], *kind: Any) -> Any:
         exact_ns = price(x, *kind)
@@ -94,18 +93,6 @@ def _cores(pricer: Pricer) -> list[tuple[str, dict[str, int]]]:
     return cores + ([("linear_attention", pricer.core_shape(0, linear=True))] if pricer.spec.linear_layers else [])
 
 
-def _measured_length_max(pricer: Pricer) -> int:
-    """Return the longest sequence inside what was timed for every attention core; 0 if one was not timed."""
-    found = [pricer.timed(op, shape) for op, shape in _cores(pricer)]
-    return min(int(ranges["max_length"][1]) if ranges else 0 for ranges in found)
-
-
-def _measured_rows_max(pricer: Pricer) -> int:
-    """Return the most rows on one rank inside what was timed; 0 if the shape was not timed."""
-    ranges = pricer.timed("experts", pricer.experts_shape)
-    return int(ranges["rows"][1]) * pricer.topology.blocks_per_slot if ranges else 0
-
-
 def _assumed(pricer: Pricer) -> Iterator[str]:
     """Say what stands for times that were not measured."""
     if pricer.passes("forward") > 1:
@@ -117,8 +104,8 @@ def _assumed(pricer: Pricer) -> Iterator[str]:
     for op, shape in [*_cores(pricer), ("experts", pricer.experts_shape), ("router", pricer.router_shape)]:
         if pricer.has(op) and pricer.timed(op, shape) is None:
             named = ", ".join(f"{name} {value}" for name, value in shape.items())
-            alone = pricer.model.models[op, "forward"].unseen.trees is None
-            how = "the physics baseline alone" if alone else "the learned model of other shapes"
+            learned = pricer.model.models[op, "forward"].unseen.trees is not None
+            how = "the learned model of other shapes" if learned else "the physics baseline alone"
             yield f"{op}: shape ({named}) has no measured rows: extrapolated by {how}"
     for (op, direction), fitted in sorted(pricer.model.models.items()):
         if fitted.kind == "baseline":
@@ -148,8 +135,7 @@ def _exchanges(pricer: Pricer) -> Iterator[str]:
     ranks = pricer.topology.expert_model_parallel_size
     if ranks == 1:
         return
-    ranges = pricer.timed("alltoall") if pricer.has("alltoall") else None
-    if ranges is None:
+    if (ranges := pricer.timed("alltoall")) is None:
         yield "dispatch and combine are not priced: no all-to-all was measured"
         return
     most, among = int(ranges["ranks"][1]), f"dispatch and combine among {ranks} ranks are extrapolated from"

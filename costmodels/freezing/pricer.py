@@ -16,10 +16,8 @@ from profiler.cases.case import causal_pairs, padded_rows
 TYPICAL_SKEW = 0.5
 """Standard deviation of the log of an expert's load inside one rank.
 
-On real routes its median is 0.5 (fine-grained experts) to 1.1 (four experts a rank). One number stands for a rank's
-routing: against the model asked with the true counts of every expert, table look-ups of real ranks were 0.4 to 2.5 %
-off on average (95th percentile 1 to 7 %, where the trees of a shape that was never timed have steps), and the slowest
-ranks summed over the layers of a micro-step 0.2 to 0.8 %.
+On real routes its median is 0.5 (fine-grained experts) to 1.1 (four experts a rank). What one number for every rank
+costs in accuracy is in ``docs/cost-models.md``.
 """
 
 
@@ -60,8 +58,8 @@ class Pricer:
         return (op, "forward") in self.model.models
 
     def timed(self, op: str, shape: Mapping[str, Any] | None = None) -> Mapping[str, tuple[float, float]] | None:
-        """Return the timed range of every size feature of a shape, None if the shape was never timed."""
-        return self.model.models[op, "forward"].knows(shape or {})
+        """Return the timed range of every size feature of a shape, None if neither it nor the operation was timed."""
+        return self.model.models[op, "forward"].knows(shape or {}) if self.has(op) else None
 
     def classes(self) -> list[LayerClass]:
         """Return every (window or linear, MoE or dense, direction) of the model, in order of appearance."""
@@ -127,7 +125,7 @@ class Pricer:
         total_us = np.full(tokens.size, self._core_floor_us(kind))
         for op, ranks, shape in parts:
             if self.has(op):
-                floor_us = self.model.floor_us(op, kind.direction, {"tokens": 1, **shape})
+                floor_us = self.model.floor_us(op, kind.direction, shape)
                 features = {"tokens": np.maximum(tokens / ranks, 1.0), **shape}
                 time_us = np.maximum(self._us(op, kind.direction, features), floor_us)
                 total_us += np.where(tokens > 0, time_us, floor_us)
@@ -196,15 +194,13 @@ class Pricer:
 
     def knows_network(self, *ops: str) -> bool:
         """Return whether times between nodes were measured for any of these operations."""
-        return any("inter_bytes" in (self.timed(op) or {}) for op in ops if self.has(op))
+        return any("inter_bytes" in (self.timed(op) or {}) for op in ops)
 
     def _us(self, op: str, direction: str, features: Mapping[str, Any]) -> np.ndarray:
         return self.model.predict_us(op, direction, features)[0]
 
     def _core_floor_us(self, kind: LayerClass) -> float:
-        return self.model.floor_us(
-            kind.core, kind.direction, {"tokens": 1, **self.core_shape(kind.window, kind.linear)}
-        )
+        return self.model.floor_us(kind.core, kind.direction, self.core_shape(kind.window, kind.linear))
 
 
 def skewed_counts(rows: np.ndarray, experts: int) -> np.ndarray:

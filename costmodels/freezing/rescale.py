@@ -1,19 +1,14 @@
 """Correct frozen tables by a factor per component, from measured times of whole training steps.
 
-A step takes as long as its slowest EP block, and a block the sum of its components: attention, experts, exchange and
-the rest (fixed cost of rows). The factors beta minimise
+A step takes as long as its slowest EP block, and a block the sum of its components. The factors beta minimise
 
     sum over steps ((measured - components @ beta) / measured)^2 + ridge * |beta - 1|^2
 
 so that without evidence tables stay as they are. Where a job also measured components, each is one more row. Which
-block is the slowest depends on the factors: both are found in turn. The ridge is the least of :data:`RIDGES` whose
-leave-one-out error is near the least one; errors reported are those of steps that had no
-part in choosing factors or ridge.
-
-Components that rise and fall together cannot be told apart: the most alike are given one factor in common until the
-condition number of the scaled columns is at most :data:`MOST_CONDITION` (Belsley, Kuh and Welsch, "Regression
-Diagnostics", 1980: 30). Nothing is corrected where that leaves one factor for all, where steps are few, or where
-held-out steps are predicted no better than before.
+block is the slowest depends on the factors: both are found in turn. Components that rise and fall together cannot be
+told apart: the most alike are given one factor in common until the condition number of the scaled columns is at most
+:data:`MOST_CONDITION` (Belsley, Kuh and Welsch, "Regression Diagnostics", 1980: 30). Nothing is corrected where that
+leaves one factor for all, where steps are few, or where held-out steps are predicted no better than before.
 
 Shape suffixes: S steps, B EP blocks, C components, G groups of components, R rows of a step: its time, its groups.
 """
@@ -21,8 +16,7 @@ Shape suffixes: S steps, B EP blocks, C components, G groups of components, R ro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,7 +53,6 @@ class Rescale:
     groups: tuple[tuple[str, ...], ...]
     """Components with one factor in common."""
     ridge: float
-    condition: float
     steps: int
     """Steps used."""
     set_aside: tuple[int, ...]
@@ -69,27 +62,12 @@ class Rescale:
     error_after_pct: float
     """The same with factors of all steps but the predicted one."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON."""
-        return asdict(self)
-
 
 def fit_rescale(blocks_SBC: np.ndarray, measured_S: np.ndarray, parts_SC: np.ndarray | None = None) -> Rescale:
     """Find the factors that bring predicted components to measured step times.
 
-    Parameters
-    ----------
-    blocks_SBC
-        Predicted seconds of every component in every block of the plan that ran.
-    measured_S
-        Measured seconds of the step.
-    parts_SC
-        Measured seconds of components where known, NaN elsewhere; None: only step times are known.
-
-    Raises
-    ------
-    RoutePackError
-        If steps are too few, components too much alike, a factor is out of range, or held-out steps gain nothing.
+    ``blocks_SBC`` are predicted seconds of every component in every block of the plan that ran, ``measured_S`` measured
+    seconds of the step, ``parts_SC`` of components where known, NaN elsewhere.
     """
     used = _inliers(np.log(measured_S / blocks_SBC.sum(axis=2).max(axis=1)))
     if used.size < LEAST_STEPS:
@@ -97,13 +75,12 @@ def fit_rescale(blocks_SBC: np.ndarray, measured_S: np.ndarray, parts_SC: np.nda
             f"{used.size} steps with a usable measured time are too few to correct the cost model by: give at least "
             f"{LEAST_STEPS}."
         )
-    set_aside = np.setdiff1d(np.arange(measured_S.size), used).tolist()
     # From here on seconds are shares of the step's measured time, and factors are sought as deviations from 1.
     blocks_SBC = blocks_SBC[used] / measured_S[used, None, None]
     parts_SC = np.full_like(blocks_SBC[:, 0], np.nan) if parts_SC is None else parts_SC[used] / measured_S[used, None]
     slowest_S = blocks_SBC.sum(axis=2).argmax(axis=1)
     for _ in range(ROUNDS):
-        groups, rows_SRG, off_SR, condition = _least_squares(blocks_SBC[np.arange(used.size), slowest_S], parts_SC)
+        groups, rows_SRG, off_SR = _least_squares(blocks_SBC[np.arange(used.size), slowest_S], parts_SC)
         deviation_G, ridge = _deviation(rows_SRG, off_SR)
         factors_C = _spread(groups, 1.0 + deviation_G, 1.0)
         before_S, slowest_S = slowest_S, (blocks_SBC @ factors_C).argmax(axis=1)
@@ -121,9 +98,8 @@ def fit_rescale(blocks_SBC: np.ndarray, measured_S: np.ndarray, parts_SC: np.nda
         standard_errors={n: None if np.isnan(e) else float(e) for n, e in zip(COMPONENTS, errors_C, strict=True)},
         groups=tuple(tuple(COMPONENTS[c] for c in group) for group in groups),
         ridge=ridge,
-        condition=condition,
         steps=used.size,
-        set_aside=tuple(set_aside),
+        set_aside=tuple(np.setdiff1d(np.arange(measured_S.size), used).tolist()),
         error_before_pct=100.0 * _rms(before_S),
         error_after_pct=100.0 * _rms(after_S),
     )
@@ -146,10 +122,8 @@ def _inliers(log_error_S: np.ndarray) -> np.ndarray:
     return inside if inside.size >= (1 - MOST_OUTLYING) * log_error_S.size else np.arange(log_error_S.size)
 
 
-def _least_squares(
-    share_SC: np.ndarray, part_SC: np.ndarray
-) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray, float]:
-    """Return groups, rows [S, R, G], residuals [S, R] with all factors 1 (rows that are not known are 0), condition."""
+def _least_squares(share_SC: np.ndarray, part_SC: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray]:
+    """Return groups, rows [S, R, G], residuals [S, R] with all factors 1 (rows that are not known are 0)."""
     kept = np.flatnonzero((share_SC / share_SC.sum(axis=1, keepdims=True)).mean(axis=0) >= LEAST_SHARE)
     groups: list[tuple[int, ...]] = [(int(c),) for c in kept]
     while True:
@@ -159,8 +133,7 @@ def _least_squares(
         rows_SRG = np.concatenate([share_SG[:, None], part_SGG], axis=1)
         columns = rows_SRG.reshape(-1, len(groups))
         columns = columns / np.linalg.norm(columns, axis=0)
-        condition = float(np.linalg.cond(columns))
-        if condition <= MOST_CONDITION:
+        if np.linalg.cond(columns) <= MOST_CONDITION:
             break
         alike_GG = columns.T @ columns - 2.0 * np.eye(len(groups))
         low, high = sorted(int(g) for g in np.unravel_index(alike_GG.argmax(), alike_GG.shape))
@@ -172,7 +145,7 @@ def _least_squares(
             "no plan. Give steps of more varied lengths and routes, or columns attention_s, experts_s and exchange_s."
         )
     off_SG = np.where(known_SG, part_SG - share_SG, 0.0)
-    return groups, rows_SRG, np.column_stack([1.0 - share_SC.sum(axis=1), off_SG]), condition
+    return groups, rows_SRG, np.column_stack([1.0 - share_SC.sum(axis=1), off_SG])
 
 
 def _deviation(rows_SRG: np.ndarray, off_SR: np.ndarray) -> tuple[np.ndarray, float]:
@@ -189,8 +162,7 @@ def _deviation(rows_SRG: np.ndarray, off_SR: np.ndarray) -> tuple[np.ndarray, fl
 
 
 def _solved(gram: np.ndarray, moment: np.ndarray, ridge: float) -> np.ndarray:
-    solved = np.linalg.solve(gram + ridge * np.eye(gram.shape[-1]), moment[..., None])
-    return np.asarray(solved[..., 0])
+    return np.asarray(np.linalg.solve(gram + ridge * np.eye(gram.shape[-1]), moment[..., None])[..., 0])
 
 
 def _standard_errors(rows_SRG: np.ndarray, off_SR: np.ndarray, deviation_G: np.ndarray, ridge: float) -> np.ndarray:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from costmodels.learned.curves import Curves
-from costmodels.learned.intervals import Intervals
 from costmodels.learned.predictor import OperationModel, Prior
 from costmodels.learned.residual import Residual
 from costmodels.learned.smooth import Kernel
 from costmodels.learned.trees import Trees
+from costmodels.learned.validation import Intervals
 from costmodels.operations.catalog import OPERATIONS
 from costmodels.tables import npz_bytes, read_npz
 from profiler import RoutePackError
@@ -42,15 +42,7 @@ def save_model(folder: Path, model: OperationModel) -> dict[str, Any]:
 
 
 def load_model(folder: Path, entry: Mapping[str, Any]) -> OperationModel:
-    """Read what :func:`save_model` wrote.
-
-    Raises
-    ------
-    RoutePackError
-        If a file is missing or was changed.
-    ValueError
-        If the entry, or its prior's, is of another operation or of features that this version does not have.
-    """
+    """Read what :func:`save_model` wrote; ValueError where the entry is of an operation unlike this version's."""
     if "file" not in entry:
         return _model(entry, "", {})
     path = folder / entry["file"]

@@ -20,10 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, checked_columns, take
-from costmodels.learned.intervals import Intervals
-from costmodels.learned.ranges import Ranges, excess_octaves, joined, known_families
+from costmodels.features import (
+    Columns,
+    Operation,
+    Ranges,
+    checked_columns,
+    excess_octaves,
+    joined,
+    known_families,
+    take,
+)
 from costmodels.learned.residual import Mix, Residual, known_log_ratio, mean_of
+from costmodels.learned.validation import Intervals
 
 PRIOR_RESIDUAL = "prior_log_residual"
 """Input of the discrepancy: log of the prior's time over the prior's baseline."""

@@ -110,9 +110,11 @@ def known_log_ratio(members: Mapping[str, np.ndarray], mixes: Mapping[str, Mix],
     """Return the log residual in known shapes; ``excess``: octaves above the timed sizes."""
     rows = excess.size
     on_curve = np.isfinite(members["curve"]) if "curve" in members else np.zeros(rows, dtype=bool)
-    means = {name: mean_of(members, mixes.get(name, ()), rows) for name in ("measured", "between", "larger", "beyond")}
-    inner = np.where(on_curve, means["measured"], means["between"])
-    outer = np.where(on_curve, means["larger"], means["beyond"])
+    measured, between = mixes.get("measured", ()), mixes.get("between", ())
+    inner, outer = (
+        np.where(on_curve, mean_of(members, along, rows), mean_of(members, off, rows))
+        for along, off in ((measured, between), (mixes.get("larger", measured), mixes.get("beyond", between)))
+    )
     share = np.clip(excess / RAMP_OCTAVES, 0.0, 1.0)
     return np.asarray((1.0 - share) * inner + share * outer)
 

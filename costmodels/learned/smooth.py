@@ -2,10 +2,8 @@
 
 Many rows: kernel ridge regression on a sample of the rows as centres (subset of regressors), Matern 3/2, refitted with
 Huber's weights so that wild rows count less. Few rows: a Gaussian process (constant x radial + linear + white) whose
-hyper-parameters maximise the likelihood. Both are plain arrays afterwards, evaluated with numpy alone.
-
-Inputs are scaled to the rows of the fit. Between timed rows the answer bends smoothly, far from all of them it falls
-to nothing (Matern) or is held (Gaussian process, by its limits), and physics is left.
+hyper-parameters maximise the likelihood. Far from all timed rows the answer falls to nothing (Matern) or is held
+(Gaussian process, by its limits), and physics is left.
 
 Shape suffixes: R rows, M centres, D inputs.
 """
@@ -46,13 +44,11 @@ class Kernel:
     """A Gaussian bell where True, Matern 3/2 where False."""
     length: float
     centre: np.ndarray
-    """[D] taken off the inputs."""
+    """[D] taken off the inputs, which are then divided by ``scale``."""
     scale: np.ndarray
-    """[D] by which they are then divided."""
     points: np.ndarray
-    """[M, D] scaled centres."""
+    """[M, D] scaled centres, of ``weights`` [M]."""
     weights: np.ndarray
-    """[M]"""
     slope: np.ndarray
     """[D] linear part over the scaled inputs."""
     offset: float
@@ -71,20 +67,26 @@ class Kernel:
         return np.clip(found + self.offset, *self.limits)
 
 
-def _kernel(a_RD: np.ndarray, b_MD: np.ndarray, length: float, radial: bool) -> np.ndarray:
-    square = np.zeros((len(a_RD), len(b_MD)))
+def squares(a_RD: np.ndarray, b_MD: np.ndarray, length: float = 1.0) -> np.ndarray:
+    """Return squared distances [R, M] in units of ``length``, summed in one order whatever the machine."""
+    total = np.zeros((len(a_RD), len(b_MD)))
     for d in range(a_RD.shape[1]):
-        square += ((a_RD[:, d, None] - b_MD[None, :, d]) / length) ** 2
-    if radial:
-        return np.asarray(np.exp(-0.5 * square))
-    distance = np.sqrt(3.0 * square)
-    return np.asarray((1.0 + distance) * np.exp(-distance))
+        total += ((a_RD[:, d, None] - b_MD[None, :, d]) / length) ** 2
+    return total
+
+
+def _kernel(a_RD: np.ndarray, b_MD: np.ndarray, length: float, radial: bool) -> np.ndarray:
+    square = squares(a_RD, b_MD, length)
+    return np.asarray(np.exp(-0.5 * square)) if radial else _bent(np.sqrt(3.0 * square))
 
 
 def _matern(a_RD: np.ndarray, b_MD: np.ndarray) -> np.ndarray:
     """Return what :func:`_kernel` does by one matrix product: faster, equal to rounding."""
     square = (a_RD**2).sum(axis=1)[:, None] + (b_MD**2).sum(axis=1) - 2.0 * (a_RD @ b_MD.T)
-    distance = np.sqrt(np.maximum(square, 0.0) * (3.0 / MATERN_LENGTH**2))
+    return _bent(np.sqrt(np.maximum(square, 0.0) * (3.0 / MATERN_LENGTH**2)))
+
+
+def _bent(distance: np.ndarray) -> np.ndarray:
     return np.asarray((1.0 + distance) * np.exp(-distance))
 
 

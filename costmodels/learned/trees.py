@@ -52,26 +52,22 @@ class Trees:
 
 
 def grow_trees(
-    derived: Columns,
-    names: tuple[str, ...],
-    target: np.ndarray,
-    params: FitParams,
-    *,
-    loss: dict[str, Any] = ABSOLUTE,
-    linear: bool = False,
-) -> Trees:
+    derived: Columns, names: tuple[str, ...], target: np.ndarray, params: FitParams, *,
+    loss: dict[str, Any] = ABSOLUTE, linear: bool = False,
+) -> Trees:  # fmt: skip
     """Fit ``target`` (a log) by constant leaves; with many rows, by ``linear`` leaves beside them if asked for."""
+    matrix = np.stack([derived[name] for name in names], axis=1)
     # What is used is what a file holds: predictions before saving equal those after loading to the bit.
-    text = _grow(derived, names, target, params, params.num_trees, loss)
+    text = _grow(matrix, names, target, params, loss, params.num_trees)
     if not linear or target.size < max(LEAST_LINEAR_ROWS, params.small_rows):
         return Trees(names, text)
     sloped = {**HUBER, "linear_tree": True, "linear_lambda": 1.0}
-    linear_text = _grow(derived, names, target, params, LINEAR_TREES, sloped)
+    linear_text = _grow(matrix, names, target, params, sloped, LINEAR_TREES)
     return Trees(names, text, linear_text, (float(target.min()), float(target.max())))
 
 
 def _grow(
-    derived: Columns, names: tuple[str, ...], target: np.ndarray, params: FitParams, trees: int, loss: dict[str, Any]
+    matrix: np.ndarray, names: tuple[str, ...], target: np.ndarray, params: FitParams, loss: dict[str, Any], trees: int
 ) -> str:
     import lightgbm
 
@@ -90,7 +86,6 @@ def _grow(
         "seed": params.seed,
         "verbosity": -1,
     }
-    matrix = np.stack([derived[name] for name in names], axis=1)
     data = lightgbm.Dataset(matrix, target, feature_name=list(names), params=settings)
     text = str(lightgbm.train(settings, data, 60 if small else trees).model_to_string())
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(UNUSED))

@@ -1,4 +1,4 @@
-"""How wrong a model is on rows that it has not seen.
+"""How wrong a model is on rows that it has not seen, and how far a prediction may lie from a measurement.
 
 Rows are held out by group, never one by one: all rows of a size together (sizes nobody timed), all rows of a model's
 shape together (shapes nobody timed), or the largest sizes (sizes beyond those timed). In each, rows of one shape and
@@ -7,6 +7,10 @@ shown: the fitted baseline, LightGBM alone, interpolation along measured curves,
 
 Which members the model averages is chosen among six mixes by these same errors: with thousands of rows that choice
 flatters the model by nothing that shows.
+
+Intervals are split-conformal: the half-width at a size is a quantile of |log(time / prediction)| over rows that were
+predicted without their size group, by class of size. Outside the timed sizes residuals are not exchangeable with those
+inside: judge by :data:`WIDENING` times the half-width there.
 """
 
 from __future__ import annotations
@@ -17,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, Parameters, size_of, take
+from costmodels.features import Columns, Operation, Parameters, excess_octaves, shape_ranges, size_of, take
 from costmodels.learned.baseline import fit_baseline
-from costmodels.learned.ranges import excess_octaves, shape_ranges
 from costmodels.learned.residual import STEADY, Mix, best_mix, fit_residual, known_log_ratio, mean_of
 from costmodels.learned.trees import grow_trees
 from costmodels.params import FitParams
@@ -35,6 +38,11 @@ MEMBERS = ("trees", "smooth", "curve")
 LARGEST_GROUPS = 3
 SMALLER_GROUPS = 3
 """The largest sizes are predicted from at least so many groups of smaller ones."""
+LEVEL = 0.9
+CLASSES = 6
+CLASS_ROWS = 40
+"""Held-out rows that a class of sizes has at least; half of them are enough for a single class."""
+WIDENING = 2.0
 
 
 @dataclass(frozen=True)
@@ -173,8 +181,95 @@ def hold_out(
     return HeldOut(time_us, baseline_us, model_us, alone_us, members, found["excess"], mixes)
 
 
-def with_mixes(held_out: HeldOut, mixes: Mapping[str, Mix]) -> HeldOut:
-    """Return the same rows as the finished model would answer them: edges by what is best beyond the timed sizes."""
-    assert held_out.excess is not None
-    model = known_log_ratio(held_out.members, mixes, held_out.excess)
-    return replace(held_out, model_us=held_out.baseline_us * np.exp(model))
+def validate(
+    operation: Operation, columns: Columns, time_us: np.ndarray, parameters: Parameters, params: FitParams
+) -> tuple[dict[str, HeldOut | None], dict[str, Mix], tuple[str, ...]]:
+    """Return every split of the operation, what answers in each regime by their choice, and why some have none."""
+    splits = [split for split in REGIMES if split != SHAPES or operation.shape]
+    found = {split: hold_out(operation, columns, time_us, parameters, split, params) for split in splits}
+    mixes: dict[str, Mix] = {}
+    reasons = []
+    for split, held_out in found.items():
+        if split == LARGEST and not mixes.get("measured"):
+            continue
+        if why := _refusal(split, held_out, params):
+            reasons.append(f"{split}: {why}")
+        if held_out is not None:
+            mixes |= dict.fromkeys(REGIMES[split], ()) if why else held_out.mixes
+    if (sizes := found[SIZES]) is not None and sizes.excess is not None and mixes.get("measured"):
+        # As the finished model would answer: edges by what is best beyond the timed sizes.
+        log_ratio = known_log_ratio(sizes.members, mixes, sizes.excess)
+        found[SIZES] = replace(sizes, model_us=sizes.baseline_us * np.exp(log_ratio))
+    return found, mixes, tuple(reasons)
+
+
+def _refusal(split: str, held_out: HeldOut | None, params: FitParams) -> str:
+    """Return why physics answers alone; empty where a residual helps."""
+    if held_out is None:
+        inner = "; what is best inside is used beyond too" if split == LARGEST else ""
+        return f"too few groups of rows to validate a residual{inner}"
+    if (rows := held_out.true_us.size) < params.min_rows and split != LARGEST:
+        return f"{rows} rows, a residual needs {params.min_rows}"
+    return "" if held_out.useful() else "the residual was constant or no better than the baseline"
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Half-widths of the log of time that cover :data:`LEVEL` of the rows, by class of sizes."""
+
+    edges: tuple[float, ...]
+    """Sizes that divide the classes, ascending."""
+    half_log: tuple[float, ...]
+    """Per class."""
+
+    def half_widths(self, size: np.ndarray) -> np.ndarray:
+        """Return every row's half-width inside the timed sizes, as a log."""
+        return np.asarray(self.half_log)[np.searchsorted(self.edges, size, side="right")]
+
+
+def conformal_quantile(errors: np.ndarray) -> float:
+    """Return the split-conformal quantile: the least error that covers :data:`LEVEL` of one more row."""
+    place = min(errors.size - 1, int(np.ceil((errors.size + 1) * LEVEL)) - 1)
+    return float(np.sort(errors)[place])
+
+
+def calibrate(size: np.ndarray, errors: np.ndarray) -> Intervals | None:
+    """Return intervals from absolute log errors of held-out rows; None where there are too few."""
+    if size.size < CLASS_ROWS // 2:
+        return None
+    classes = max(1, min(CLASSES, size.size // CLASS_ROWS))
+    edges = np.unique(np.quantile(size, np.arange(1, classes) / classes, method="nearest"))
+    edges = edges[edges > size.min()]  # else nothing lies below the first
+    place = np.searchsorted(edges, size, side="right")
+    half = tuple(conformal_quantile(errors[place == k]) for k in range(edges.size + 1))
+    return Intervals(tuple(edges.tolist()), half)
+
+
+def coverage(size: np.ndarray, errors: np.ndarray, groups: np.ndarray) -> float | None:
+    """Return the share of rows inside intervals that were calibrated without their group; None with too few rows."""
+    hits: list[bool] = []
+    for group in np.unique(groups):
+        test = groups == group
+        if (found := calibrate(size[~test], errors[~test])) is not None:
+            hits += (errors[test] <= found.half_widths(size[test])).tolist()
+    return float(np.mean(hits)) if hits else None
+
+
+def intervals_of(
+    operation: Operation, columns: Columns, found: Mapping[str, HeldOut | None]
+) -> tuple[Intervals | None, dict[str, Any]]:
+    """Return calibrated half-widths and what share of held-out rows they cover, for the report."""
+    if (sizes := found[SIZES]) is None:
+        return None, {}
+    size, groups = size_of(operation, columns), size_groups(operation, columns)
+    errors = log_error(sizes.model_us, sizes.true_us)
+    # Calibrated on sizes with smaller and larger ones on both sides: what "inside the timed range" means.
+    inside = (groups > groups.min()) & (groups < groups.max())
+    if (intervals := calibrate(size[inside], errors[inside])) is None:
+        return None, {}
+    covered = {"inside_pct": coverage(size[inside], errors[inside], groups[inside])}
+    if (largest := found[LARGEST]) is not None:
+        beyond = groups >= np.unique(groups)[-LARGEST_GROUPS]
+        half = WIDENING * intervals.half_widths(size[beyond])
+        covered["largest_sizes_pct"] = float((log_error(largest.model_us, largest.true_us) <= half).mean())
+    return intervals, {"intervals": {name: round(100.0 * x, 1) for name, x in covered.items() if x is not None}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def test_planted_factors_are_recovered(seed):
     assert found.factors["rest"] == 1.0
     assert found.standard_errors["rest"] is None  # 1 % of the step: nothing can be said
     assert found.error_after_pct < 2.0 < found.error_before_pct
-    assert json.loads(json.dumps(found.to_dict()))["steps"] == 24
+    assert json.loads(json.dumps(asdict(found)))["steps"] == 24
 
 
 def test_standard_errors_cover_the_planted_factors():

@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 
 from costmodels import CostModel, FitParams, fit_cost_model
-from costmodels.learned.intervals import calibrate, conformal_quantile, coverage
 from costmodels.learned.residual import SMOOTH_PRICE, best_mix, known_log_ratio, mean_of
 from costmodels.learned.trees import grow_trees
-from costmodels.learned.validation import LARGEST, held_out_folds, size_groups
+from costmodels.learned.validation import (
+    LARGEST,
+    calibrate,
+    conformal_quantile,
+    coverage,
+    held_out_folds,
+    size_groups,
+)
 from profiler import Topology
 
 NAN = np.nan
@@ -96,4 +102,4 @@ def test_flagged_points_are_no_part_of_the_fit(fitted, synthetic):
     features = {name: rows[name][place : place + 1].astype(float) for name in ("tokens", "n", "k")}
     plain, _ = model.predict_us("dense", "forward", features)
     assert plain == pytest.approx(fitted.predict_us("dense", "forward", features)[0], rel=0.1)
-    assert model.validation["dense/forward"]["flagged_rows"] == 1
+    assert model.models["dense", "forward"].flagged_rows == 1

@@ -57,7 +57,7 @@ def test_a_constant_correction_is_not_useful():
 
 def test_report_names_all_contestants(fitted):
     validation = fitted.validation["attention/forward"]
-    assert validation["kind"] != "baseline"
+    assert fitted.models["attention", "forward"].kind != "baseline"
     errors = validation["unseen sizes"]
     assert errors["model"]["median_pct"] < errors["baseline"]["median_pct"]
     assert errors["model"]["median_pct"] < errors["lightgbm_alone"]["median_pct"]

@@ -230,7 +230,7 @@ def test_gains_are_shares_of_lightgbms_own(done):
 
 
 def test_coverages_are_read_off_a_validation():
-    entry = {"rows": 9, "intervals": {"level_pct": 90.0, "rows": 7, "inside_pct": 91.0, "largest_sizes_pct": 97.5}}
+    entry = {"rows": 9, "intervals": {"inside_pct": 91.0, "largest_sizes_pct": 97.5}}
     assert coverages(entry) == {"inside the timed sizes": 91.0, "at the largest sizes": 97.5}
     assert coverages({"rows": 9}) == {}
 
