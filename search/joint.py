@@ -26,7 +26,7 @@ from search.packing.seeds import equalised, pack_balanced, pack_staircase
 from search.params import PlannerParams
 from search.placement.lpt import first_ranks, identity_placement, placement_of_ranks
 from search.placement.movement import Residence, list_moves, nearer_home, relabelled, residence_of
-from search.placement.placer import PLACEMENT_SHARE, LayerLoads, place_rows
+from search.placement.placer import PLACEMENT_SHARE, improved, layer_costs, place_rows
 from search.plan import Plan, check_plan
 from search.problem import Problem, StepBatch, build_problem, no_packing, row_range
 from search.stop import StopCriterion
@@ -240,8 +240,12 @@ class _Chain:
     ) -> np.ndarray:
         """Place for a packing that took ``made`` proposals, with more swaps where wall time ends the search and is
         long."""
-        loads, gone = LayerLoads(self.problem, cell_of, num_rows), self.stop.progress(made)
+        costs, gone = layer_costs(self.problem, cell_of, num_rows), self.stop.progress(made)
         time_gone = self.stop.progress(0)  # looked at last: under wall time alone it is no less
         room = PLACEMENT_SHARE * time_gone if made and time_gone >= gone else 0.0
-        seed = int(rng[0] >> np.uint64(1))
-        return place_rows(loads, starts, self.home, swaps, seed, lambda: self.stop.progress(0), room)
+        given = (self.problem.num_ranks, self.home, int(rng[0] >> np.uint64(1)))
+
+        def improve(layer: int, ranks: np.ndarray, swaps: int) -> tuple[int, np.ndarray]:
+            return improved(costs[layer], *given, layer, ranks, swaps)
+
+        return place_rows(improve, starts, swaps, lambda: self.stop.progress(0), room)

@@ -14,7 +14,7 @@ from search.packing.moves import anneal
 from search.packing.packer import pack_costs, pack_state
 from search.placement.kernels import LayerCosts, fill_layer, improve_layer, swap_apply, swap_delta_ns
 from search.placement.lpt import lpt_layer, placement_of_ranks, ranks_of_slots
-from search.placement.placer import LayerLoads
+from search.placement.placer import layer_costs
 
 
 def in_problem_order(costs, cell_of):
@@ -145,23 +145,26 @@ def test_loads_too_large_for_16_bits_are_packed_the_same(drawn):
     assert found[0] == found[1]
 
 
+def layer_ns(problem, costs, rank_of):
+    return int(fill_layer(costs, rank_of, problem.num_ranks).unit_ns.sum())
+
+
 @given(problems())
 @settings(max_examples=30, deadline=None)
 def test_every_placement_swap_equals_reevaluation(drawn):
     problem, rng, rows, placement, _, state = start(drawn)
-    loads = LayerLoads(problem, state.cell_of, rows)
-    for layer in range(problem.num_layers):
-        costs, rank_of = loads.costs(layer), ranks_of_slots(placement, problem.num_ranks)[layer].copy()
+    ranks = ranks_of_slots(placement, problem.num_ranks)
+    for costs, rank_of in zip(layer_costs(problem, state.cell_of, rows), ranks, strict=True):
         state = fill_layer(costs, rank_of, problem.num_ranks)
         for _ in range(20):
             e1, e2 = rng.choice(problem.num_experts, 2, replace=False)
             if rank_of[e1] == rank_of[e2]:
                 continue
-            before = loads.layer_ns(layer, rank_of)
+            before = layer_ns(problem, costs, rank_of)
             pair = (int(e1), int(rank_of[e1]), int(e2), int(rank_of[e2]))
             delta = swap_delta_ns(costs, state, pair)
             swap_apply(costs, state, rank_of, pair)
-            assert loads.layer_ns(layer, rank_of) == before + delta
+            assert layer_ns(problem, costs, rank_of) == before + delta
             for kept, afresh in zip(state, fill_layer(costs, rank_of, problem.num_ranks), strict=True):
                 assert (kept[[0, 2, 4]] == afresh[[0, 2, 4]]).all() if kept is state.top else (kept == afresh).all()
 
@@ -170,15 +173,12 @@ def test_every_placement_swap_equals_reevaluation(drawn):
 @settings(max_examples=15, deadline=None)
 def test_improved_layer_is_no_worse_and_a_bijection(drawn):
     problem, rng, rows, placement, _, state = start(drawn)
-    loads = LayerLoads(problem, state.cell_of, rows)
     ranks, move_ns = ranks_of_slots(placement, problem.num_ranks), int(rng.integers(0, 200))
-    for layer in range(problem.num_layers):
-        rank_of, home = ranks[layer].copy(), rng.permutation(ranks[layer])
-        before = loads.layer_ns(layer, rank_of) + move_ns * (rank_of != home).sum()
-        price = improve_layer(
-            loads.costs(layer), rank_of, home, seed_state(2), (problem.num_ranks, 300, 100, 1, move_ns)
-        )  # fmt: skip
-        assert price == loads.layer_ns(layer, rank_of) + move_ns * (rank_of != home).sum() <= before
+    for costs, rank_of in zip(layer_costs(problem, state.cell_of, rows), ranks, strict=True):
+        home = rng.permutation(rank_of)
+        before = layer_ns(problem, costs, rank_of) + move_ns * (rank_of != home).sum()
+        price = improve_layer(costs, rank_of, home, seed_state(2), (problem.num_ranks, 300, move_ns))
+        assert price == layer_ns(problem, costs, rank_of) + move_ns * (rank_of != home).sum() <= before
         assert (np.bincount(rank_of) == problem.num_experts // problem.num_ranks).all()
 
 
@@ -188,8 +188,8 @@ def test_layers_sum_to_the_experts_share_of_the_plan(drawn):
     problem, _, rows, placement, costs, state = start(drawn)
     assume(problem.blocks_per_unit == 1)  # coupled blocks wait for one another: the layers' sum is only a guide there
     cell_of = in_problem_order(costs, state.cell_of)
-    loads, ranks = LayerLoads(problem, cell_of, rows), ranks_of_slots(placement, problem.num_ranks)
-    total = sum(loads.layer_ns(layer, ranks[layer]) for layer in range(problem.num_layers))
+    layers, ranks = layer_costs(problem, cell_of, rows), ranks_of_slots(placement, problem.num_ranks)
+    total = sum(layer_ns(problem, *layer) for layer in zip(layers, ranks, strict=True))
     priced = evaluate(problem, cell_of // problem.num_slots, cell_of % problem.num_slots, placement, rows)
     wall_ns = wall_ns_slow(problem, priced.rank_rows_RBPL).sum()
     assert total == int((priced.experts_RB + priced.exchange_RB).sum()) + wall_ns
