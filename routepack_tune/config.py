@@ -147,8 +147,7 @@ def _mistake(errors: Sequence[Any], valid: Mapping[str, list[str]]) -> str:
         return f"the key `{key}` is missing. {REQUIRED[key]}"
     if key == "schema_version":
         return (
-            f"schema_version {value} is not the one this version reads ({CONFIG_SCHEMA_VERSION}). Update "
-            "routepack-tune, or write the file for the older schema."
+            f"schema_version {value} is not the one this version reads: {CONFIG_SCHEMA_VERSION}. Update routepack-tune."
         )
     if first["type"] == "dataclass_type":
         return f"expected `{key}` to be a mapping, got {value}."

@@ -43,7 +43,7 @@ def quickstart_page(
 ) -> str:
     """Return the page.
 
-    ``outcomes`` begin with the default and end with the tuned plan; ``loads`` are those of the EP ranks under these two.
+    ``outcomes`` begin with the default and end with the tuned plan; ``loads`` of the EP ranks are under these two.
     ``facts`` say where everything comes from, ``notes`` what a reader must know: assumed, extrapolated, synthetic.
     """
     times = as_svg(panels(7.2, 0.62 * len(outcomes) + 1.2, partial(plot_time_split, outcomes)), "times")
