@@ -12,18 +12,18 @@ points chosen by the physics' sensitivity did better than k-means.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from costmodels.cost_model import CostModel
-from costmodels.features import Columns, Operation
+from costmodels.features import Columns, Operation, take
 from costmodels.fit import fit_operation
-from costmodels.fit_prior import add_prior
 from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
 from costmodels.params import FitParams
-from profiler import DeviceFingerprint, ProfileParams
+from profiler import ProfileParams
 from profiler.cases.case import Case
 from profiler.cases.design import SEEN, Round, by_class, even_choice, points_by_class
 from profiler.cases.doubt import doubtful_cases
@@ -40,17 +40,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class KMeansChooser:
-    """Choose rounds for :func:`profiler.profile_device`; ``priors`` are cost models of sibling devices."""
+    """Choose rounds for :func:`profiler.profile_device` on a device ``arch``; ``priors``: cost models of siblings."""
 
-    def __init__(
-        self,
-        params: FitParams | None = None,
-        priors: Sequence[CostModel] = (),
-        fingerprint: DeviceFingerprint | None = None,
-    ) -> None:
-        if priors and fingerprint is None:
-            raise ValueError("Expected the fingerprint of this device with priors, got None.")
-        self.params, self.priors, self.fingerprint = params or FitParams(), tuple(priors), fingerprint
+    def __init__(self, params: FitParams | None = None, priors: Sequence[CostModel] = (), arch: str = "") -> None:
+        self.params, self.priors, self.arch = params or FitParams(), tuple(priors), arch
         self._known: dict[str, float | None] = {}
         """Errors by the hash of the rows they were found on."""
 
@@ -58,36 +51,28 @@ class KMeansChooser:
         self, pool: Sequence[Case], timed: Collection[Case], rows: Iterable[Mapping[str, Any]], params: ProfileParams
     ) -> Round:
         """Return what completes the batches begun; when all are, the next of operations above the target error."""
-        done = {id(case) for case in timed}
-        caps = points_by_class(pool, params.max_points)
-        successions = [
-            (key[0], list(batches(OPERATIONS.get(key[0]), cases, caps[key], params.seed)))
-            for key, cases in by_class(pool).items()
-        ]
-        left = [
-            (op, [missing for batch in succession if (missing := [case for case in batch if id(case) not in done])])
-            for op, succession in successions
-        ]
-        begun = [case for op, succession in successions for case in _begun(succession, done)]
-        if begun:
-            return Round(_in_order(pool, begun))
-        errors = self.errors_pct(list(rows))
-        above = {op for op, _ in successions if not errors.get(op, np.inf) <= params.target_error}
-        if not above:
-            return Round(errors_pct=errors, stopped_by="target_error")
-        cases = [case for op, missing in left if op in above and missing for case in missing[0]]
-        return Round(_in_order(pool, cases), errors, "" if cases else "max_points")
+        done, caps = {id(case) for case in timed}, points_by_class(pool, params.max_points)
+        begun: list[Case] = []
+        following: list[tuple[str, list[Case]]] = []
+        for key, cases in by_class(pool).items():
+            whole = list(batches(OPERATIONS.get(key[0]), cases, caps[key], params.seed))
+            missing = [[case for case in batch if id(case) not in done] for batch in whole]
+            last = max((i for i, batch in enumerate(whole) if len(missing[i]) < len(batch)), default=0)
+            begun += itertools.chain(*missing[: last + 1])
+            following.append((key[0], next(filter(None, missing), [])))
+        errors: dict[str, float] = {} if begun else self.errors_pct(list(rows))
+        above = {op for op, _ in following if not errors.get(op, np.inf) <= params.target_error}
+        chosen = begun or [case for op, batch in following if op in above for case in batch]
+        wanted = {id(case) for case in chosen}
+        stopped_by = "" if chosen else "max_points" if above else "target_error"
+        return Round(tuple(case for case in pool if id(case) in wanted), errors, stopped_by)
 
     def errors_pct(self, rows: Rows) -> dict[str, float]:
         """Return every operation's held-out median error, percent; those with too few rows to judge are absent."""
-        doubts = doubtful_cases(rows)
-        found: dict[str, float] = {}
+        doubts, found = doubtful_cases(rows), {}
         for op, operation in OPERATIONS.items():
-            errors = []
-            for direction in DIRECTIONS:
-                columns = _columns(operation, direction, rows, doubts)
-                if columns:
-                    errors.append(self._error_pct(operation, direction, columns))
+            sides = [(direction, _columns(operation, direction, rows, doubts)) for direction in DIRECTIONS]
+            errors = [self._error_pct(operation, direction, columns) for direction, columns in sides if columns]
             known = [error for error in errors if error is not None]
             if errors and len(known) == len(errors):
                 found[op] = max(known)
@@ -96,11 +81,9 @@ class KMeansChooser:
     def _error_pct(self, operation: Operation, direction: str, columns: Columns) -> float | None:
         key = arrays_hash(**columns) + operation.name + direction
         if key not in self._known:
-            model, held_out = fit_operation(operation, direction, columns, self.params)
-            if self.priors and self.fingerprint is not None:
-                _, held_out = add_prior(model, held_out, columns, self.params, self.fingerprint, self.priors)
+            _, found = fit_operation(operation, direction, columns, self.params, self.priors, self.arch)
             self._known[key] = (
-                None if held_out is None else 100.0 * float(np.median(np.abs(held_out.model_us / held_out.true_us - 1)))
+                None if found is None else 100.0 * float(np.median(np.abs(found.model_us / found.true_us - 1)))
             )
         return self._known[key]
 
@@ -131,7 +114,7 @@ def _ends_and_patterns(operation: Operation, cases: Sequence[Case], columns: Col
     patterns = np.array([case.pattern for case in cases])
     for pattern in sorted(set(patterns.tolist()) - held):
         members = np.flatnonzero(patterns == pattern)
-        among = {name: column[members] for name, column in columns.items()}
+        among = take(columns, members)
         # The one case that stands for a pattern best is the centre of its only cluster.
         size = np.log(np.stack([among[name] + 1.0 for name in operation.features]))
         distance = ((size - np.median(size, axis=1, keepdims=True)) ** 2).sum(axis=0)
@@ -148,9 +131,8 @@ def _more(
     wanted = min(round(count * SEEN_SHARE), len(own) - len(set(own) & set(chosen)))
     if wanted > 0:
         part = np.array(sorted({*own, *chosen}))
-        among = {name: column[part] for name, column in columns.items()}
         timed = np.searchsorted(part, chosen).tolist()
-        found = part[choose_points(operation, among, wanted, seed, timed)].tolist()
+        found = part[choose_points(operation, take(columns, part), wanted, seed, timed)].tolist()
     if count - len(found) > 0:
         found += choose_points(operation, columns, count - len(found), seed, [*chosen, *found]).tolist()
     return found
@@ -165,11 +147,6 @@ def choose_points(
     are timed already: they stand for clusters of their own, and the ends of the sizes are taken to be among them.
     Where routing was drawn at random and is not known row by row, give only cases whose features are exact: one noisy
     point in twenty costs more than a case of a better place gains.
-
-    Raises
-    ------
-    ValueError
-        If ``count`` is below 1.
     """
     if not count >= 1:
         raise ValueError(f"Expected count >= 1, got {count}.")
@@ -238,17 +215,6 @@ def _squares(place: np.ndarray, centres: np.ndarray) -> np.ndarray:
     for d in range(place.shape[1]):
         total += (place[:, d, None] - centres[None, :, d]) ** 2
     return total
-
-
-def _begun(succession: list[list[Case]], done: set[int]) -> list[Case]:
-    """Return what is missing of the first batch, and of every batch up to the last that was begun."""
-    last = max((i for i, batch in enumerate(succession) if any(id(case) in done for case in batch)), default=0)
-    return [case for batch in succession[: last + 1] for case in batch if id(case) not in done]
-
-
-def _in_order(pool: Sequence[Case], cases: Collection[Case]) -> tuple[Case, ...]:
-    wanted = {id(case) for case in cases}
-    return tuple(case for case in pool if id(case) in wanted)
 
 
 def _columns(operation: Operation, direction: str, rows: Rows, doubts: set[str]) -> Columns:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from costmodels.learned.files import load_model, save_model
-from costmodels.learned.predictor import Predictor
+from costmodels.learned.predictor import OperationModel
 from costmodels.learned.validation import HeldOut
 from costmodels.params import FitParams
 from costmodels.tables import StepTables, npz_bytes
@@ -64,7 +64,7 @@ def _summary(model: str, topology: Mapping[str, int], max_tokens: int) -> str:
 class CostModel:
     """Hold one fitted model per operation and direction, and the tables frozen from them."""
 
-    models: dict[tuple[str, str], Predictor]
+    models: dict[tuple[str, str], OperationModel]
     params: FitParams
     fingerprint: DeviceFingerprint
     spec: ModelSpec
@@ -82,10 +82,10 @@ class CostModel:
         found: dict[str, Any] = {
             f"{name}/{direction}": {
                 "kind": model.kind,
-                "rows": model.own.rows,
-                "flagged_rows": model.own.flagged_rows,
+                "rows": model.rows,
+                "flagged_rows": model.flagged_rows,
                 "reasons": list(model.reasons),
-                "mixes": {regime: list(mix) for regime, mix in model.own.mixes.items()},
+                "mixes": {regime: list(mix) for regime, mix in model.mixes.items()},
                 **model.validation,
             }
             for (name, direction), model in self.models.items()
@@ -115,9 +115,9 @@ class CostModel:
     def floor_us(self, op: str, direction: str, features: Mapping[str, Any]) -> float:
         """Return the time of one call with nothing to do, microseconds."""
         model, factor = self.model_of(op, direction)
-        return model.own.floor_us(features) * factor
+        return model.floor_us(features) * factor
 
-    def model_of(self, op: str, direction: str) -> tuple[Predictor, float]:
+    def model_of(self, op: str, direction: str) -> tuple[OperationModel, float]:
         """Return the model that prices an operation in a direction, and the factor on its times."""
         if direction not in ("forward", "backward"):
             raise RoutePackError(f"Unknown direction {direction!r}: give 'forward' or 'backward'.")
@@ -181,7 +181,7 @@ class CostModel:
         try:
             models = [load_model(folder, entry) for entry in header["operations"].values()]
             return cls(
-                models={(model.own.operation.name, model.own.direction): model for model in models},
+                models={(model.operation.name, model.direction): model for model in models},
                 params=FitParams(**header["params"]),
                 fingerprint=DeviceFingerprint.from_dict(header["fingerprint"]),
                 spec=ModelSpec(**header["model"]),

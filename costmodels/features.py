@@ -97,8 +97,8 @@ def checked_columns(operation: Operation, features: Mapping[str, np.ndarray]) ->
     return columns
 
 
-def take(columns: Columns, rows: np.ndarray) -> Columns:
-    """Return some rows (a mask or positions) of every column."""
+def take(columns: Columns, rows: np.ndarray | slice) -> Columns:
+    """Return some rows (a mask, positions or a slice) of every column."""
     return {name: column[rows] for name, column in columns.items()}
 
 

@@ -10,21 +10,23 @@ from typing import Any
 import numpy as np
 
 from costmodels.cost_model import CostModel
-from costmodels.features import Columns, Operation, size_of
-from costmodels.fit_prior import add_prior
+from costmodels.features import Columns, Operation, size_of, take
+from costmodels.fit_prior import join_prior
 from costmodels.freezing.freeze import freeze_tables, table_errors
 from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.intervals import LEVEL, WIDENING, Intervals, calibrate, coverage
-from costmodels.learned.predictor import OperationModel, Predictor
+from costmodels.learned.predictor import OperationModel
 from costmodels.learned.ranges import shape_ranges
 from costmodels.learned.residual import Mix, fit_residual
 from costmodels.learned.validation import (
     LARGEST,
     LARGEST_GROUPS,
+    REGIMES,
     SHAPES,
     SIZES,
     HeldOut,
     hold_out,
+    log_error,
     size_groups,
     with_mixes,
 )
@@ -67,13 +69,9 @@ def fit_cost_model(
     batches = [measurements] if isinstance(measurements, Measurements) else list(measurements)
     fingerprint = _one_device(batches)
     _warn_of_unsteady(batches)
-    present = [
-        (OPERATIONS[name], direction, rows)
-        for name in OPERATIONS
-        for direction in DIRECTIONS
-        if len(rows := _usable(batches, name, direction))
-    ]
-    measured = {operation.name for operation, direction, _ in present if direction == "forward"}
+    timed = {(name, d): _timed(batches, OPERATIONS[name], d) for name in OPERATIONS for d in DIRECTIONS}
+    timed = {key: found for key, found in timed.items() if not found[1].all()}
+    measured = {name for name, direction in timed if direction == "forward"}
     for name in REQUIRED:
         if name not in measured:
             raise RoutePackError(
@@ -81,17 +79,14 @@ def fit_cost_model(
                 f"{', '.join(sorted(measured)) or 'nothing'}). Run `routepack profile` again, or import tables with it."
             )
     models, parity = {}, {}
-    observer.start("fit", len(present) + 1)
-    for operation, direction, rows in present:
-        own, held_out = fit_operation(operation, direction, rows, params)
-        flagged = _usable(batches, operation.name, direction, flagged=True)
-        model: Predictor = replace(own, flagged_rows=int(flagged["time_us"].size) if flagged else 0)
-        if priors:
-            model, held_out = add_prior(model.own, held_out, rows, params, fingerprint, priors)
-        models[operation.name, direction] = model
+    observer.start("fit", len(timed) + 1)
+    for (name, direction), (rows, flagged) in timed.items():
+        kept = take(rows, ~flagged)
+        model, held_out = fit_operation(OPERATIONS[name], direction, kept, params, priors, fingerprint.arch)
+        models[name, direction] = replace(model, flagged_rows=int(flagged.sum()))
         if held_out is not None:
-            parity[f"{operation.name}_{direction}"] = held_out
-        observer.advance("fit", f"{operation.name} {direction}")
+            parity[f"{name}_{direction}"] = held_out
+        observer.advance("fit", f"{name} {direction}")
     cost_model = CostModel(
         models=models, params=params, fingerprint=fingerprint, spec=spec, topology=topology, max_tokens=max_tokens,
         data_hash=_data_hash(batches), provenance=[batch.meta.get("provenance") for batch in batches], parity=parity,
@@ -104,32 +99,44 @@ def fit_cost_model(
 
 
 def fit_operation(
-    operation: Operation, direction: str, rows: Columns, params: FitParams
+    operation: Operation,
+    direction: str,
+    rows: Columns,
+    params: FitParams,
+    priors: Sequence[CostModel] = (),
+    arch: str = "",
 ) -> tuple[OperationModel, HeldOut | None]:
-    """Fit and validate one operation in one direction; ``rows`` holds its raw features and ``time_us``."""
+    """Fit and validate one operation in one direction; ``rows`` holds its raw features and ``time_us``.
+
+    The best of ``priors`` is joined where it lowers held-out errors; those of the architecture ``arch`` come first.
+    """
     empty_us, rows = _split_empty(operation, rows)
     time_us = rows["time_us"]
     columns = {name: rows[name] for name in operation.features}
     parameters = fit_baseline(operation, columns, time_us, params)
-    target = np.log(time_us / operation.baseline(columns, parameters))
-    found = {SIZES: hold_out(operation, columns, time_us, parameters, SIZES, params, alone=True)}
-    if operation.shape:
-        found[SHAPES] = hold_out(operation, columns, time_us, parameters, SHAPES, params)
-    found[LARGEST] = hold_out(operation, columns, time_us, parameters, LARGEST, params)
+    splits = [split for split in REGIMES if split != SHAPES or operation.shape]
+    found = {split: hold_out(operation, columns, time_us, parameters, split, params) for split in splits}
     reasons: list[str] = []
     mixes = _mixes(found, params, reasons)
     if (sizes := found[SIZES]) is not None and "measured" in mixes:
         found[SIZES] = with_mixes(sizes, mixes)
-    known = fit_residual(operation, columns, target, params, False, _members(mixes, unseen=False))
-    unseen = fit_residual(operation, columns, target, params, True, _members(mixes, unseen=True))
+    target = np.log(time_us / operation.baseline(columns, parameters))
     intervals, covered = _intervals(operation, columns, found)
-    model = OperationModel(
-        operation=operation, direction=direction, parameters=parameters, seen=known.trees, unseen=unseen.trees,
-        shapes=shape_ranges(operation, columns), empty_us=empty_us, rows=int(time_us.size), reasons=tuple(reasons),
+    own = OperationModel(
+        operation=operation,
+        direction=direction,
+        parameters=parameters,
+        shapes=shape_ranges(operation, columns),
+        known=fit_residual(operation, columns, target, params, False, _members(mixes, unseen=False)),
+        unseen=fit_residual(operation, columns, target, params, True, _members(mixes, unseen=True)),
+        mixes=mixes,
+        empty_us=empty_us,
+        rows=int(time_us.size),
+        reasons=tuple(reasons),
         validation={**{split: one.report() for split, one in found.items() if one is not None}, **covered},
-        smooth=known.smooth, unseen_smooth=unseen.smooth, curves=known.curve, mixes=mixes, intervals=intervals,
-    )  # fmt: skip
-    return model, found[SIZES]
+        intervals=intervals,
+    )
+    return join_prior(own, found, columns, time_us, params, priors, arch) if priors else (own, found[SIZES])
 
 
 def _mixes(found: dict[str, HeldOut | None], params: FitParams, reasons: list[str]) -> dict[str, Mix]:
@@ -166,7 +173,11 @@ def _intervals(
     sizes, largest = found[SIZES], found[LARGEST]
     if sizes is None:
         return None, {}
-    size, groups, error = size_of(operation, columns), size_groups(operation, columns), _log_error(sizes)
+    size, groups, error = (
+        size_of(operation, columns),
+        size_groups(operation, columns),
+        log_error(sizes.model_us, sizes.true_us),
+    )
     # Calibrated on sizes with smaller and larger ones on both sides: what "inside the timed range" means.
     inside = (groups > groups.min()) & (groups < groups.max())
     intervals = calibrate(size[inside], error[inside])
@@ -179,13 +190,11 @@ def _intervals(
     if largest is not None:
         beyond = groups >= np.unique(groups)[-LARGEST_GROUPS]
         half = WIDENING * intervals.half_widths(size[beyond])
-        report["largest_sizes_pct"] = round(100.0 * float((_log_error(largest) <= half).mean()), 1)
+        report["largest_sizes_pct"] = round(
+            100.0 * float((log_error(largest.model_us, largest.true_us) <= half).mean()), 1
+        )
     report["median_half_width_pct"] = round(100.0 * float(np.expm1(np.median(intervals.half_widths(size)))), 2)
     return intervals, {"intervals": report}
-
-
-def _log_error(held_out: HeldOut) -> np.ndarray:
-    return np.asarray(np.abs(np.log(held_out.model_us / held_out.true_us)))
 
 
 def _accepted(held_out: HeldOut | None, split: str, params: FitParams, reasons: list[str]) -> bool:
@@ -200,17 +209,15 @@ def _accepted(held_out: HeldOut | None, split: str, params: FitParams, reasons: 
     return False
 
 
-def _usable(batches: list[Measurements], name: str, direction: str, flagged: bool = False) -> Columns:
-    """Return raw features and ``time_us`` of the good (or the flagged) rows of one operation and direction, or {}."""
-    operation = OPERATIONS[name]
-    chosen = [batch.select(op=name, direction=direction, status="ok").rows for batch in batches]
-    parts = [{column: values[(rows["flag"] != "") == flagged] for column, values in rows.items()} for rows in chosen]
+def _timed(batches: list[Measurements], operation: Operation, direction: str) -> tuple[Columns, np.ndarray]:
+    """Return raw features and ``time_us`` of one operation and direction, and which rows are flagged."""
+    chosen = [batch.select(op=operation.name, direction=direction, status="ok").rows for batch in batches]
     columns = {
-        column: np.concatenate([np.asarray(part[column], dtype=np.float64) for part in parts])
+        column: np.concatenate([np.asarray(rows[column], dtype=np.float64) for rows in chosen])
         for column in (*operation.features, "time_us")
     }
     good = np.isfinite(columns["time_us"]) & (columns["time_us"] > 0)
-    return {column: values[good] for column, values in columns.items()} if good.any() else {}
+    return take(columns, good), np.concatenate([rows["flag"] != "" for rows in chosen])[good]
 
 
 def _split_empty(operation: Operation, rows: Columns) -> tuple[float | None, Columns]:

@@ -10,10 +10,10 @@ from profiler.measurements import Measurements
 from profiler.model_spec import SHIPPED_MODELS, ModelSpec, load_model
 from profiler.observer import Observer
 from profiler.params import ProfileParams
-from profiler.published.rows import import_published
 from profiler.topology import Topology
 
 if TYPE_CHECKING:
+    from profiler.published.rows import import_published
     from profiler.sweep import profile_device
 
 __all__ = [
@@ -37,7 +37,11 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Import what times only when it is asked for: torch takes seconds."""
+        """Import what times or reads tables only when it is asked for: torch and pandas take seconds."""
+        if name == "import_published":
+            from profiler.published.rows import import_published
+
+            return import_published
         if name != "profile_device":
             raise AttributeError(f"module 'profiler' has no attribute {name!r}")
         try:

@@ -1,7 +1,7 @@
 """The sweep of one process over what a rank computes: time rounds of cases until predictions are good enough.
 
 Invariants: a finished case is on disk before the next begins; the cases of a round run in a seeded random order, so
-that drift of the device does not look like a size effect; one anchor case is timed again and again to show that drift.
+that drift of the device does not look like a size effect.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 from profiler.cases.case import Case
 from profiler.cases.design import Chooser, Design, Round
 from profiler.cases.doubt import doubtful_cases
-from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import TorchBackend
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
@@ -51,19 +50,18 @@ class ComputeSweep:
         # All runs in a folder share the minutes.
         left = params.max_minutes - sum(one["minutes"] for one in journal.rounds)
         self._end = time.monotonic() + 60.0 * left if params.max_minutes else float("inf")
-        self.timed = [case for case in self.pool if self._is_done(case)]
+        self.timed = [case for case in self.pool if journal.is_done(case, backend.dtype_name, params)]
         """Finished cases; those that failed before are not among them where they are to be tried again."""
         self._anchor = anchor_of(self.pool)
-        self._before = len(self.timed)
-        """Cases of earlier runs, until the first bar has counted them."""
 
     def run(self, chooser: Chooser) -> None:
         """Time rounds of cases until the chooser wants no more or the minutes are used up."""
-        rows, stopped_by = self.journal.rows, ""
+        rows, before, stopped_by = self.journal.rows, len(self.timed), ""
         asked = chooser(self.pool, self.timed, rows.values(), self.params)
         while not stopped_by:
             begun = time.monotonic()
-            count = self._time_round(asked)
+            count = self._time_round(asked, before)
+            before = 0  # Only the first bar counts the cases of earlier runs.
             self._look_again()
             asked = chooser(self.pool, self.timed, rows.values(), self.params)
             stopped_by = asked.stopped_by or (MAX_MINUTES if self._minutes_left() <= 0 else "")
@@ -75,11 +73,11 @@ class ComputeSweep:
     def _minutes_left(self) -> float:
         return (self._end - time.monotonic()) / 60.0
 
-    def _time_round(self, asked: Round) -> int:
+    def _time_round(self, asked: Round, before: int) -> int:
         """Time the cases of a round while there is time; return how many."""
         number = len(self.journal.rounds) + 1
         what = WHAT if number == 1 else f"{WHAT}, round {number}"
-        before, self._before, count, begun = self._before, 0, 0, time.monotonic()
+        count, begun = 0, time.monotonic()
         self.observer.start(what, before + len(asked.cases))
         try:
             for _ in range(before):
@@ -88,7 +86,7 @@ class ComputeSweep:
                 if self._minutes_left() <= 0:
                     break
                 if count % ANCHOR_EVERY == 0:
-                    self._time_anchor()
+                    time_anchor(self._anchor, self.backend, self.params, self.journal)
                 rows = time_case(case, self.backend, self.params)
                 self.journal.add(rows=rows)
                 self.timed.append(case)
@@ -98,7 +96,7 @@ class ComputeSweep:
                 left = min(self._minutes_left(), pace * (len(asked.cases) - count))
                 self.observer.advance(what, progress_message(asked.errors_pct, left, _message(case, rows)))
             if count:
-                self._time_anchor()
+                time_anchor(self._anchor, self.backend, self.params, self.journal)
         finally:
             self.observer.finish(what)
         return count
@@ -111,26 +109,17 @@ class ComputeSweep:
             if look == 2:
                 wanted |= {row_id for row_id, row in known.items() if row.get("time_us", SHORT_US) < SHORT_US}
             wanted -= {row_id for row_id, row in known.items() if row.get("looks", 1) >= look}
-            again = [case for case in self.pool if wanted.intersection(self._row_ids(case))]
+            looked = ((case, self.journal.known(case, self.backend.dtype_name)) for case in self.pool)
+            again = [(case, first) for case, first in looked if any(row.get("case_id") in wanted for row in first)]
             if not again or self._minutes_left() <= 0:
                 continue
             self.observer.start(WHAT_AGAIN, len(again))
-            for case in again:
+            for case, first in again:
                 rows = time_case(case, self.backend, self.params)
-                both = [both_looks(known[row["case_id"]], row, self.backend.kind) for row in rows]
+                both = [both_looks(*looks, self.backend.kind) for looks in zip(first, rows, strict=True)]
                 self.journal.add(rows=[row | {"looks": look} for row in both])
                 self.observer.advance(WHAT_AGAIN, _message(case, rows))
             self.observer.finish(WHAT_AGAIN)
-
-    def _time_anchor(self) -> None:
-        time_anchor(self._anchor, self.backend, self.params, self.journal)
-
-    def _row_ids(self, case: Case) -> list[str]:
-        return [case.case_id(direction, self.backend.dtype_name) for direction in DIRECTIONS]
-
-    def _is_done(self, case: Case) -> bool:
-        known = [self.journal.rows.get(row_id) for row_id in self._row_ids(case)]
-        return all(row is not None and (row["status"] == "ok" or not self.params.retry_failed) for row in known)
 
 
 def _stop_if_broken(case: Case, rows: list[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@
 class RoutePackError(Exception):
     """Signal a failure that the caller can act on.
 
-    The message is one line: what is wrong, the offending value, the way out. The command line prints it as
-    ``Error: ...`` and exits non-zero.
+    Whatever reads input, files or servers may raise it; only the functions that users call repeat so. The message is
+    one line: what is wrong, the offending value, the way out. The command line prints it as ``Error: ...`` and exits
+    non-zero.
     """

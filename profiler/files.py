@@ -88,13 +88,7 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def read_json(path: Path | str, what: str) -> Any:
-    """Read a JSON file.
-
-    Raises
-    ------
-    RoutePackError
-        If the file is missing or is not JSON; ``what`` names it for the reader.
-    """
+    """Read a JSON file; RoutePackError, in which ``what`` names it, if it is missing or is no JSON."""
     path = Path(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -4,8 +4,8 @@ A folder belongs to one device, model, type and thread count: its header says wh
 refused. Only rank 0 writes, under an exclusive lock; the other ranks hold the same in memory. A last line cut short by
 a kill is dropped.
 
-Lines are JSON objects with one key: ``header``, ``rows`` (of one case), ``anchor``, ``session`` (how one run went),
-``round`` (what one round of cases gained) or ``speeds`` (every rank's times of the cases by which ranks are compared).
+Lines are JSON objects with one key: ``header``, ``rows`` (of one case), ``anchor``, ``session`` (how one run went) or
+``round`` (what one round of cases gained).
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
+from profiler.cases.case import Case
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
 from profiler.files import canonical_json
 from profiler.measurements import FILE_NAME
+from profiler.params import ProfileParams
 
 JOURNAL_NAME, LOCK_NAME = "cases.jsonl", ".lock"
 
@@ -36,11 +38,18 @@ class Journal:
         self.anchors: list[dict[str, Any]] = []
         self.sessions: list[dict[str, Any]] = []
         self.rounds: list[dict[str, Any]] = []
-        self.speeds: list[dict[str, float]] = []
-        """Times by row id, one mapping a rank."""
         self._stream: IO[bytes] | None = None
         if folder:
-            self._lock = _locked(folder)
+            self._lock = FileLock(folder / LOCK_NAME)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire(blocking=False)
+            except Timeout:
+                raise RoutePackError(
+                    f"Another profile is writing to {folder}. Wait for it, or choose another --out."
+                ) from None
+            except OSError as error:
+                raise RoutePackError(f"Cannot write to {folder}: {error.strerror}. Choose another --out.") from None
             try:
                 self._read(folder / JOURNAL_NAME)
             except BaseException:
@@ -57,13 +66,7 @@ class Journal:
             self._lock.release()
 
     def begin(self, header: dict[str, Any]) -> None:
-        """Check that this run may share the folder, and note it.
-
-        Raises
-        ------
-        RoutePackError
-            If the folder's devices, software, model, type or threads differ; the message says how.
-        """
+        """Check that this run may share the folder (devices, software, model, type and threads), and note it."""
         if self.header:
             self._check_same(header)
         elif self.folder and (self.folder / FILE_NAME).exists():
@@ -71,6 +74,14 @@ class Journal:
                 f"{self.folder} holds measurements that this profile did not write. Choose another --out."
             )
         self.add(header=header)
+
+    def known(self, case: Case, dtype: str) -> list[dict[str, Any]]:
+        """Return the rows of a case, forward first; empty ones where it was not timed yet."""
+        return [self.rows.get(case.case_id(way, dtype), {}) for way in case.directions]
+
+    def is_done(self, case: Case, dtype: str, params: ProfileParams) -> bool:
+        """Return whether a case was timed, and need not be tried again."""
+        return all(row and (row["status"] == "ok" or not params.retry_failed) for row in self.known(case, dtype))
 
     def add(self, **line: Any) -> None:
         """Write one line, as ``add(rows=[...])``, and hold what it says."""
@@ -85,8 +96,8 @@ class Journal:
         ((kind, value),) = line.items()
         if kind == "rows":
             self.rows |= {row["case_id"]: row for row in value}
-        elif kind in ("header", "speeds"):
-            setattr(self, kind, value)
+        elif kind == "header":
+            self.header = value
         else:
             getattr(self, f"{kind}s").append(value)
 
@@ -119,15 +130,3 @@ class Journal:
                 f"{self.folder} holds cases of another profile: {'; '.join(reasons)}. Times must not mix: choose "
                 "another --out."
             )
-
-
-def _locked(folder: Path) -> FileLock:
-    lock = FileLock(folder / LOCK_NAME)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise RoutePackError(f"Another profile is writing to {folder}. Wait for it, or choose another --out.") from None
-    except OSError as error:
-        raise RoutePackError(f"Cannot write to {folder}: {error.strerror}. Choose another --out.") from None
-    return lock

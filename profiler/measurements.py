@@ -7,7 +7,6 @@ Invariants: all columns have one length; feature columns are int64 and 0 where t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,23 +62,16 @@ class Measurements:
         return Measurements({name: column[index] for name, column in self.rows.items()}, self.meta)
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Mapping[str, Any]], meta: dict[str, Any]) -> Measurements:
-        """Build the columns from one mapping a row; absent features are 0, absent text is empty."""
-        listed = list(rows)
-        columns: dict[str, Any] = {name: [row.get(name, "") for row in listed] for name in TEXT_COLUMNS}
-        columns |= {name: [row.get(name, np.nan) for row in listed] for name in TIME_COLUMNS}
-        columns |= {name: [row.get(name, 0) for row in listed] for name in WHOLE_COLUMNS}
-        columns["repeats_us"] = [row.get("repeats_us", ()) for row in listed]
-        return cls.from_columns(columns, meta)
+    def from_rows(cls, rows: Any, meta: dict[str, Any]) -> Measurements:
+        """Build the columns from one mapping a row, or a table; absent features are 0, absent text is empty."""
+        import pandas as pd  # type: ignore[import-untyped]
 
-    @classmethod
-    def from_columns(cls, columns: Mapping[str, Any], meta: dict[str, Any]) -> Measurements:
-        """Build the plain columns from sequences of any kind."""
-        rows: dict[str, np.ndarray] = {name: np.asarray(columns[name], dtype=str) for name in TEXT_COLUMNS}
-        rows |= {name: np.asarray(columns[name], dtype=np.float64) for name in TIME_COLUMNS}
-        rows |= {name: np.asarray(columns[name], dtype=np.int64) for name in WHOLE_COLUMNS}
-        rows["repeats_us"] = _ragged(columns["repeats_us"])
-        return cls({name: rows[name] for name in COLUMNS}, meta)
+        table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows), columns=COLUMNS)
+        columns = {name: np.where(table[name].isna(), "", table[name]).astype(str) for name in TEXT_COLUMNS}
+        columns |= {name: table[name].to_numpy(dtype=np.float64) for name in TIME_COLUMNS}
+        columns["repeats_us"] = table["repeats_us"].map(_samples).to_numpy(dtype=object)
+        columns |= {name: table[name].fillna(0).to_numpy(dtype=np.int64) for name in WHOLE_COLUMNS}
+        return cls(columns, meta)
 
     def save(self, path: Path | str) -> Path:
         """Write one Parquet file, whole or not at all; a folder gets ``measurements.parquet``. Return its path."""
@@ -127,26 +119,14 @@ class Measurements:
             raise RoutePackError(
                 f"Measurements {path} are damaged ({reason}). Run `routepack profile` again."
             ) from None
-        _check_schema(path, meta, table.column_names)
-        return cls.from_columns({name: table.column(name).to_numpy() for name in COLUMNS}, meta)
+        if (version := meta.get("schema_version")) != SCHEMA_VERSION:
+            raise RoutePackError(
+                f"Measurements {path} have schema_version {version}, this version reads {SCHEMA_VERSION}. "
+                "Update routepack-tune, or run `routepack profile` again."
+            )
+        return cls.from_rows(table.to_pandas(), meta)
 
 
-def _check_schema(path: Path, meta: Mapping[str, Any], names: Sequence[str]) -> None:
-    version = meta.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise RoutePackError(
-            f"Measurements {path} have schema_version {version}, this version reads {SCHEMA_VERSION}. "
-            "Update routepack-tune, or run `routepack profile` again."
-        )
-    missing = [name for name in COLUMNS if name not in names]
-    if missing:
-        raise RoutePackError(
-            f"Measurements {path} lack the columns {', '.join(missing)}. Run `routepack profile` again."
-        )
-
-
-def _ragged(samples: Sequence[Sequence[float]]) -> np.ndarray:
-    column = np.empty(len(samples), dtype=object)
-    for i, sample in enumerate(samples):
-        column[i] = np.asarray(sample, dtype=np.float64)
-    return column
+def _samples(repeats: Any) -> np.ndarray:
+    # A row without repeats holds no list.
+    return np.asarray(repeats if np.ndim(repeats) else (), dtype=np.float64)

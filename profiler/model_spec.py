@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from importlib import resources
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, read_json
 
-SHIPPED_MODELS = {
-    "Qwen3-30B-A3B": "qwen3-30b-a3b.json",
-    "Qwen3-235B-A22B": "qwen3-235b-a22b.json",
-    "DeepSeek-V3": "deepseek-v3.json",
-    "gpt-oss-20b": "gpt-oss-20b.json",
-    "Mixtral-8x7B": "mixtral-8x7b.json",
-    "Qwen3-Next-80B-A3B": "qwen3-next-80b-a3b.json",
-}
+SHIPPED_MODELS = (
+    "Qwen3-30B-A3B",
+    "Qwen3-235B-A22B",
+    "DeepSeek-V3",
+    "gpt-oss-20b",
+    "Mixtral-8x7B",
+    "Qwen3-Next-80B-A3B",
+)
 ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim")
 EXPERT_SIZES = ("hidden_size", "num_experts", "top_k", "moe_intermediate_size")
 LINEAR_SIZES = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
-OPTIONAL_FIELDS = ("attention_output_gate", "linear_layers", *LINEAR_SIZES, "linear_conv_kernel_dim")
-"""Fields that most models leave empty; empty ones are no part of the hash, so that it outlives new fields."""
 STATE_BYTES = 16
 """Bytes of one trained parameter that move with an expert: bf16 weight, fp32 master weight, two fp32 Adam moments (14),
 rounded up for alignment and buffers."""
@@ -73,7 +71,7 @@ class ModelSpec:
         for field in ("windows", "moe_layers", "linear_layers"):
             # Files hold lists.
             object.__setattr__(self, field, tuple(getattr(self, field)))
-        for field in (*EXPERT_SIZES, *ATTENTION_SIZES):
+        for field in (*EXPERT_SIZES, *ATTENTION_SIZES, *(LINEAR_SIZES if self.linear_layers else ())):
             if not getattr(self, field) >= 1:
                 raise ValueError(f"Expected {field} >= 1, got {getattr(self, field)}.")
         if self.attention not in ("gqa", "mla"):
@@ -82,19 +80,12 @@ class ModelSpec:
             raise ValueError(f"Expected top_k <= num_experts = {self.num_experts}, got {self.top_k}.")
         if len(self.windows) != len(self.moe_layers) or not any(self.moe_layers):
             raise ValueError("Expected one window and one MoE mark per layer, and at least one MoE layer.")
-        if self.linear_layers:
-            self._check_linear()
-
-    def _check_linear(self) -> None:
-        if len(self.linear_layers) != len(self.windows) or not any(self.linear_layers) or all(self.linear_layers):
+        linear, heads, key_heads = self.linear_layers, self.linear_num_value_heads, self.linear_num_key_heads
+        if linear and (len(linear) != len(self.windows) or len(set(linear)) < 2):
             raise ValueError("Expected linear_layers to be empty, or one mark per layer, some true and some false.")
-        for field in LINEAR_SIZES:
-            if not getattr(self, field) >= 1:
-                raise ValueError(f"Expected {field} >= 1 with linear attention layers, got {getattr(self, field)}.")
-        if self.linear_num_value_heads % self.linear_num_key_heads:
+        if linear and heads % key_heads:
             raise ValueError(
-                f"Expected linear_num_value_heads to be a multiple of linear_num_key_heads = "
-                f"{self.linear_num_key_heads}, got {self.linear_num_value_heads}."
+                f"Expected linear_num_value_heads to be a multiple of linear_num_key_heads = {key_heads}, got {heads}."
             )
 
     @property
@@ -110,8 +101,8 @@ class ModelSpec:
     @property
     def spec_hash(self) -> str:
         """SHA-256 of all fields but the name and empty optional ones: equal shapes, equal hash."""
-        facts = asdict(self).items()
-        return content_hash({k: v for k, v in facts if k != "name" and (v or k not in OPTIONAL_FIELDS)})
+        facts = {field.name: (getattr(self, field.name), field.default) for field in fields(self)[1:]}
+        return content_hash({name: value for name, (value, default) in facts.items() if value or default is MISSING})
 
     @property
     def attention_windows(self) -> tuple[int, ...]:
@@ -165,39 +156,46 @@ class ModelSpec:
     def from_config(cls, config: Mapping[str, Any], name: str) -> ModelSpec:
         """Read a Hugging Face configuration (Qwen3-MoE, Qwen3-Next, DeepSeek-V2/V3, gpt-oss, Mixtral and kin).
 
-        Raises
-        ------
-        RoutePackError
-            If a field that decides the time is missing, or the model has no routed experts.
+        RoutePackError if a field that decides the time is missing, or the model has no routed experts.
         """
-        hidden, heads = _integer(config, name, "hidden_size"), _integer(config, name, "num_attention_heads")
-        layers = _integer(config, name, "num_hidden_layers")
-        experts = _integer(config, name, "num_experts", "n_routed_experts", "num_local_experts")
-        width = _integer(config, name, "moe_intermediate_size", "intermediate_size")
-        latent = "kv_lora_rank" in config
-        head_dim = config.get("head_dim") or hidden // heads
-        rope = _integer(config, name, "qk_rope_head_dim") if latent else 0
-        qk_head_dim = _integer(config, name, "qk_nope_head_dim") + rope if latent else head_dim
+        asked, told = partial(_integer, config, name), config.get
+        hidden, heads, layers = asked("hidden_size"), asked("num_attention_heads"), asked("num_hidden_layers")
+        width = asked("moe_intermediate_size", "intermediate_size")
+        latent, linear_layers = "kv_lora_rank" in config, _linear_layers(config, layers)
+        kv_heads, rope = heads, 0
+        if latent:
+            rope, v_dim = asked("qk_rope_head_dim"), asked("v_head_dim")
+            qk_dim = asked("qk_nope_head_dim") + rope
+        else:
+            kv_heads = told("num_key_value_heads") or heads
+            qk_dim = v_dim = told("head_dim") or hidden // heads
+        optional: dict[str, Any] = {}
+        if linear_layers:
+            optional = {key: asked(key) for key in LINEAR_SIZES}
+            optional["linear_conv_kernel_dim"] = told("linear_conv_kernel_dim") or 0
         try:
             return cls(
                 name=name,
                 hidden_size=hidden,
                 num_attention_heads=heads,
-                num_key_value_heads=heads if latent else config.get("num_key_value_heads") or heads,
-                qk_head_dim=qk_head_dim,
-                v_head_dim=_integer(config, name, "v_head_dim") if latent else head_dim,
+                num_key_value_heads=kv_heads,
+                qk_head_dim=qk_dim,
+                v_head_dim=v_dim,
                 attention="mla" if latent else "gqa",
-                q_lora_rank=(config.get("q_lora_rank") or 0) if latent else 0,
-                kv_lora_rank=config.get("kv_lora_rank") or 0,
+                q_lora_rank=(told("q_lora_rank") or 0) if latent else 0,
+                kv_lora_rank=told("kv_lora_rank") or 0,
                 qk_rope_head_dim=rope,
-                num_experts=experts,
-                top_k=_integer(config, name, "num_experts_per_tok", "experts_per_token"),
+                num_experts=asked("num_experts", "n_routed_experts", "num_local_experts"),
+                top_k=asked("num_experts_per_tok", "experts_per_token"),
                 moe_intermediate_size=width,
-                shared_intermediate_size=_shared_width(config, width),
-                dense_intermediate_size=config.get("intermediate_size") or 0,
+                shared_intermediate_size=told("shared_expert_intermediate_size")
+                or (told("n_shared_experts") or 0) * width,
+                dense_intermediate_size=told("intermediate_size") or 0,
                 windows=_windows(config, layers),
                 moe_layers=_moe_layers(config, layers),
-                **_linear_facts(config, name, layers),
+                attention_output_gate=bool(told("attn_output_gate", told("model_type") == "qwen3_next")),
+                linear_layers=linear_layers,
+                **optional,
             )
         except ValueError as error:
             raise RoutePackError(f"Model {name}: {error}") from None
@@ -216,33 +214,20 @@ def _integer(config: Mapping[str, Any], name: str, *keys: str) -> int:
     return value
 
 
-def _shared_width(config: Mapping[str, Any], width: int) -> int:
-    return config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
-
-
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    window = config.get("sliding_window") or 0
-    if config.get("use_sliding_window") is False:
-        window = 0
-    kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    window = 0 if config.get("use_sliding_window") is False else config.get("sliding_window") or 0
+    kinds = config.get("layer_types") or ["sliding_attention"] * layers
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
-def _linear_facts(config: Mapping[str, Any], name: str, layers: int) -> dict[str, Any]:
-    """Return the fields of linear attention: nothing where no layer has it."""
-    every = config.get("full_attention_interval") or 0
+def _linear_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Return a mark per layer, nothing where no layer is linear."""
+    # Of every so many layers the last one attends to all tokens.
+    every = config.get("full_attention_interval") or 1
+    marks = [(i + 1) % every != 0 for i in range(layers)]
     if config.get("layer_types"):
-        linear = tuple(kind == "linear_attention" for kind in config["layer_types"][:layers])
-    else:
-        # Of every so many layers the last one attends to all tokens.
-        linear = tuple(bool(every) and (i + 1) % every != 0 for i in range(layers))
-    gated = config.get("attn_output_gate", config.get("model_type") == "qwen3_next")
-    facts: dict[str, Any] = {"attention_output_gate": bool(gated)}
-    if not any(linear):
-        return facts
-    sizes = {key: _integer(config, name, key) for key in LINEAR_SIZES}
-    width = config.get("linear_conv_kernel_dim") or 0
-    return {**facts, "linear_layers": linear, **sizes, "linear_conv_kernel_dim": width}
+        marks = [kind == "linear_attention" for kind in config["layer_types"][:layers]]
+    return tuple(marks) if any(marks) else ()
 
 
 def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
@@ -258,18 +243,13 @@ def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
     """Return the spec of a shipped model by name, or of a ``config.json`` by path (relative to ``folder``).
 
-    Raises
-    ------
-    RoutePackError
-        If the name is unknown and no such file exists, or the file is not an MoE model's configuration.
+    RoutePackError if the name is unknown and no such file exists, or the file is not an MoE model's configuration.
     """
     if model in SHIPPED_MODELS:
-        source = resources.files("profiler") / "models" / SHIPPED_MODELS[model]
-        with resources.as_file(source) as path:
-            return ModelSpec.from_config(read_json(path, "Model configuration"), model)
+        shipped = Path(__file__).with_name("models") / f"{model.lower()}.json"
+        return ModelSpec.from_config(read_json(shipped, "Model configuration"), model)
     path = Path(folder, model)
-    if path.is_dir():
-        path = path / "config.json"
+    path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise RoutePackError(
             f"Model {model!r} is neither shipped ({', '.join(SHIPPED_MODELS)}) nor the path of a config.json."

@@ -3,8 +3,7 @@
 One fixed case, the anchor, is timed again through the sweep: its spread is the drift. Every run of a sweep also notes
 how its time went: inside timed work or not, who else used the CPU, and what the device said of its clocks.
 
-Legend: a *session* is one run of the command, a resumed sweep has several; a *problem* is one plain sentence; a profile
-is steady when it has none.
+Legend: a *session* is one run of the command, a resumed sweep has several; a *problem* is one plain sentence.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 from profiler.cases.case import Case
 from profiler.device.backend import TorchBackend
-from profiler.device.readings import FAULTS, cpu_use, foreign_share, slowdowns
+from profiler.device.readings import cpu_use, foreign_share
 from profiler.journal import Journal
 from profiler.params import ProfileParams
 from profiler.timer import time_case
@@ -35,9 +34,18 @@ SHORTEST_US = 100.0
 """Shorter runs scatter too much to tell their order."""
 FEWEST_FOR_ENDS = 4
 """Anchor readings from which the beginning and the end of a sweep are compared."""
+FAULTS = {
+    0x008: "a hardware slowdown",
+    0x020: "its temperature (software)",
+    0x040: "its temperature (hardware)",
+    0x080: "the power brake",
+}
+"""Bits of ``slowed_by`` that no setting asked for: cooling or power supply fail the card."""
+SLOWDOWNS = {0x004: "the power cap", **FAULTS}
+"""Those that cost time; idle, application clocks and display clocks are no faults."""
 
 
-def anchor_of(cases: tuple[Case, ...]) -> Case:
+def anchor_of(cases: Sequence[Case]) -> Case:
     """Return a dense case in the upper middle by size: long enough to time well, short enough to repeat."""
     dense = [case for case in cases if case.op == "dense"]
     dense.sort(key=lambda case: [case.features[name] for name in ("tokens", "n", "k")])
@@ -75,41 +83,36 @@ def steadiness(journal: Journal, params: ProfileParams) -> dict[str, Any]:
     ``steady`` is False where ``problems`` has an entry; a number that nobody could tell is None. Clocks that fall and a
     power cap are how a card works under GEMMs, in training too: facts, and no fault while the anchor keeps its time.
     """
-    anchors, sessions = journal.anchors, journal.sessions
-    clocks = [one["readings"]["clock_mhz"] for one in anchors if one["readings"].get("clock_mhz", 0) > 0]
+    anchors, sessions, readings = journal.anchors, journal.sessions, [one["readings"] for one in journal.anchors]
+    clocks = [one["clock_mhz"] for one in readings if one.get("clock_mhz", 0) > 0]
+    held = Counter(why for bit, why in SLOWDOWNS.items() for one in readings if int(one.get("slowed_by", 0)) & bit)
+    wall_s = sum(one["wall_s"] for one in sessions)
+    kind = sessions[-1]["kind"] if sessions else "cpu"
+    told = [one for one in sessions if one["foreign_cpu_share"] is not None]
+    foreign_s = sum(one["wall_s"] * one["foreign_cpu_share"] for one in told)
     found: dict[str, Any] = {
         "drift": drift(anchors),
         "ends": ends_apart(anchors),
         "order_effect": order_effect([row["repeats_us"] for row in journal.rows.values() if "repeats_us" in row]),
         "clock_fall": 1 - min(clocks) / max(clocks) if len(clocks) > 1 else None,
-        "held_by": dict(Counter(why for one in anchors for why in slowdowns(one["readings"].get("slowed_by", 0)))),
-        "wall_s": sum(one["wall_s"] for one in sessions),
-        "busy_share": _weighted((one["wall_s"], one["busy_s"] / one["wall_s"]) for one in sessions),
-        "foreign_cpu_share": _weighted((one["wall_s"], one["foreign_cpu_share"]) for one in sessions),
-        "throttled": sum(one["throttled"] for one in sessions),
-        "sessions": len(sessions),
+        "held_by": dict(held),
+        "wall_s": wall_s,
+        "busy_share": sum(one["busy_s"] for one in sessions) / wall_s if sessions else None,
+        "foreign_cpu_share": foreign_s / sum(one["wall_s"] for one in told) if told else None,
     }
-    kind = sessions[-1]["kind"] if sessions else "cpu"
-    problems = list(_problems(found, MAX_FOREIGN[kind], params.max_drift, len(anchors)))
+    ends, most, max_foreign = found["ends"] or 0.0, params.max_drift, MAX_FOREIGN[kind]
+    checks = (
+        (found["drift"], most, f"one case left its median by {{:.0%}} through the sweep (limit {most:.0%})"),
+        (ends, most / 2, "the same case was {:.0%} slower at the end of the sweep than at the start"),
+        (-ends, most / 2, "the same case was {:.0%} faster at the end of the sweep than at the start"),
+        (found["order_effect"], MAX_ORDER_EFFECT, "the last repeats of a case were {:.0%} slower than its first ones"),
+        (found["foreign_cpu_share"], max_foreign, "other processes used {:.0%} of the CPU that this one may use"),
+        (sum(one["throttled"] for one in sessions), 0, "the container's CPU limit stopped this process {} times"),
+    )
+    problems = [sentence.format(value) for value, limit, sentence in checks if (value or 0.0) > limit]
+    looks = [f"{why} at {held[why]} of {len(anchors)} looks" for why in FAULTS.values() if why in held]
+    problems += [f"clocks were held down by {faults}" for faults in looks]
     return found | {"steady": not problems, "problems": problems}
-
-
-def _problems(found: Mapping[str, Any], max_foreign: float, max_drift: float, looks: int) -> Iterator[str]:
-    ends, order, foreign = (found[name] or 0.0 for name in ("ends", "order_effect", "foreign_cpu_share"))
-    if found["drift"] > max_drift:
-        yield f"one case left its median by {found['drift']:.0%} through the sweep (limit {max_drift:.0%})"
-    if abs(ends) > max_drift / 2:
-        faster = "slower" if ends > 0 else "faster"
-        yield f"the same case was {abs(ends):.0%} {faster} at the end of the sweep than at the start"
-    if order > MAX_ORDER_EFFECT:
-        yield f"the last repeats of a case were {order:.0%} slower than its first ones"
-    if foreign > max_foreign:
-        yield f"other processes used {foreign:.0%} of the CPU that this one may use"
-    if found["throttled"] > 0:
-        yield f"the container's CPU limit stopped this process {found['throttled']} times"
-    for reason, count in found["held_by"].items():
-        if reason in FAULTS.values():
-            yield f"clocks were held down by {reason} at {count} of {looks} looks"
 
 
 def drift(anchors: Sequence[Mapping[str, Any]]) -> float:
@@ -136,15 +139,8 @@ def _rise(times: Sequence[float], parts: int) -> float:
 
 
 def _by_case(anchors: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    times: dict[str, list[float]] = {}
-    for one in anchors:
-        times.setdefault(one["case_id"], []).append(one["time_us"])
-    return list(times.values())
-
-
-def _weighted(pairs: Iterable[tuple[float, float | None]]) -> float | None:
-    known = [(wall, value) for wall, value in pairs if value is not None]
-    return sum(wall * value for wall, value in known) / sum(wall for wall, _ in known) if known else None
+    cases = dict.fromkeys(one["case_id"] for one in anchors)
+    return [[one["time_us"] for one in anchors if one["case_id"] == case] for case in cases]
 
 
 def warn_of_problems(found: Mapping[str, Any]) -> None:

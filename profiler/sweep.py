@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.cases.case import Rates, Seen
-from profiler.cases.design import RUNS_OUTSIDE_REPEATS, Chooser, design_cases, even_round
+from profiler.cases.design import RUNS_OUTSIDE_REPEATS, Chooser, Design, even_round
 from profiler.cases.doubt import DOUBT, doubtful_cases
 from profiler.compute_sweep import ComputeSweep
 from profiler.device.backend import TorchBackend
@@ -71,15 +71,17 @@ def profile_device(
         stage = Stage(ranks, backend, params, DeviceFingerprint.from_dict(fingerprints[0]))
         sizes = group_sizes(topology, ranks.size, ranks.per_node)
         _begin(journal, stage, spec, sizes, fingerprints)
-        rates = _rates(journal, params)
+        # What the first run saw of the device; a stated limit wins.
+        stated = {"memory_bytes": int(params.max_memory_gib * 2**30)} if params.max_memory_gib else {}
+        rates = Rates(**(journal.header["rates"] | stated))
         limits: list[dict[str, Any]] = []
         with watched(backend, journal):
             with ranks.together():
-                design = design_cases(spec, topology, max_tokens, params, rates, backend.dtype.itemsize, seen)
+                design = Design(spec, topology, max_tokens, params, rates, backend.dtype.itemsize, seen or Seen())
                 if first:
                     ComputeSweep(design, backend, params, journal, observer).run(chooser)
             if ranks.size > 1:
-                times = relative_times(time_speeds(stage, speed_cases(design.cases), journal))
+                times = relative_times(time_speeds(stage, speed_cases(design.cases)))
                 described = [one | {"speed": time} for one, time in zip(described, times, strict=True)]
                 most_bytes = _most_bytes(journal, stage, rates)
                 cases, limits = design_exchanges(spec, topology, max_tokens, params, sizes, ranks.per_node, most_bytes)
@@ -89,8 +91,9 @@ def profile_device(
             if first:
                 meta: dict[str, Any] = _meta(journal, params) | {"model": asdict(spec), "topology": asdict(topology)}
                 meta |= {"max_tokens": max_tokens, "limits": [*design.limits, *limits], "ranks": described}
-                files = {JOURNAL_NAME: file_hash(Path(out) / JOURNAL_NAME)}
-                merged = [_by_id(journal), meta | {"provenance": {"journal": JOURNAL_NAME, "files": files}}]
+                doubts = doubtful_cases(journal.rows.values())  # Even after more looks: marked.
+                rows = [({"flag": DOUBT} if i in doubts else {}) | journal.rows[i] for i in sorted(journal.rows)]
+                merged = [rows, meta]
         measurements = Measurements.from_rows(*ranks.agree(merged))
         with ranks.together():
             if first:
@@ -123,12 +126,6 @@ def _begin(
         journal.begin(header)
 
 
-def _rates(journal: Journal, params: ProfileParams) -> Rates:
-    """Return what the first run saw of the device; a stated limit wins."""
-    stated = {"memory_bytes": int(params.max_memory_gib * 2**30)} if params.max_memory_gib else {}
-    return Rates(**(journal.header["rates"] | stated))
-
-
 def _most_bytes(journal: Journal, stage: Stage, rates: Rates) -> dict[str, int]:
     """Return what memory and time of one case allow an exchange, by group size in digits and by kind of pair."""
     sharing = 1 if stage.backend.kind == "cuda" else stage.ranks.per_node
@@ -137,14 +134,8 @@ def _most_bytes(journal: Journal, stage: Stage, rates: Rates) -> dict[str, int]:
     return {name: min(memory, int(rate * seconds)) for name, rate in journal.header["links"].items()}
 
 
-def _by_id(journal: Journal) -> list[dict[str, Any]]:
-    """Return the rows in order of id, those still in doubt after a second look marked."""
-    doubts = doubtful_cases(journal.rows.values())
-    return [({"flag": DOUBT} if i in doubts else {}) | journal.rows[i] for i in sorted(journal.rows)]
-
-
 def _meta(journal: Journal, params: ProfileParams) -> dict[str, Any]:
-    header = journal.header
+    header, folder = journal.header, journal.folder or Path()
     return {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": header["fingerprints"][0],
@@ -154,4 +145,5 @@ def _meta(journal: Journal, params: ProfileParams) -> dict[str, Any]:
         "anchor": {"readings": journal.anchors},
         "rounds": journal.rounds,
         "steadiness": steadiness(journal, params),
+        "provenance": {"journal": JOURNAL_NAME, "files": {JOURNAL_NAME: file_hash(folder / JOURNAL_NAME)}},
     }

@@ -1,26 +1,21 @@
 """Time one case, forward and backward apart, into rows of measurements; and a first look at what a device can do.
 
 Warm up until two runs agree, then time runs one by one, each after the caches were displaced, and keep every sample.
-What the device cannot do becomes a row that says so, and the sweep goes on.
-
-Hardly anything runs that is not timed: the first warm-up run is also the one whose kernels are named, and the last
-forward run leaves the graph that the backward runs go over. Libraries' kernels clear what they saved for the backward:
-there an untimed forward run comes before every backward.
+Hardly anything runs untimed: the first warm-up run is the one whose kernels are named, and the last forward run leaves
+the graph that the backward runs go over.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from profiler.cases.case import Case, Rates, cell_case, forward_flops
-from profiler.cases.doubt import faster
 from profiler.cases.operations import DIRECTIONS
 from profiler.device.backend import FLUSH_BYTES, TorchBackend
 from profiler.errors import RoutePackError
@@ -57,62 +52,46 @@ def backward_of(work: Work, output: Any, upstream: Any) -> tuple[Callable[[], An
     return run, prepare
 
 
-class _NotFinite(Exception):
-    """A result holds NaN or infinity: its time means nothing."""
-
-
 def time_case(
     case: Case, backend: TorchBackend, params: ProfileParams, directions: Sequence[str] = DIRECTIONS
 ) -> list[dict[str, Any]]:
     """Return one row a direction, ``forward`` first; never raises for what the device cannot do."""
     found: list[dict[str, Any]] = []
-    try:
-        with _no_garbage_collection():
-            work = make_work(case, backend)
-            measured, output = _measure(work.library, work.run, lambda: None, "output", backend, params)
-            found.append(measured)
-            if "backward" in directions:
-                backward = backward_of(work, output, backend.filled(*output.shape).to(output.dtype))
-                del output
-                found.append(_measure(work.library, *backward, "gradient", backend, params)[0])
-    except Exception as error:  # any: libraries raise their own kinds, and one case must not end the sweep
-        kind = "" if isinstance(error, (_NotFinite, RuntimeError, ValueError)) else f"{type(error).__name__}: "
-        message = f"{kind}{error}".split("\n")[0]
-        found += [{"status": _status(error), "message": message[:MESSAGE_LENGTH]}] * (len(directions) - len(found))
-    if any(row["status"] != "ok" for row in found):
-        backend.release()
-    same = {"op": case.op, "source": "measured", "dtype": case.dtype or backend.dtype_name, "pattern": case.pattern}
-    return [
-        {"case_id": case.case_id(direction, backend.dtype_name), "direction": direction, **same, **case.features, **row}
-        for direction, row in zip(directions, found, strict=True)
-    ]
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep Python's collector out of timed runs."""
-    enabled = gc.isenabled()
+    collects = gc.isenabled()
     gc.disable()
     try:
-        yield
+        work = make_work(case, backend)
+        measured, output = _measure(work, work.run, lambda: None, "output", backend, params)
+        found.append(measured)
+        if "backward" in directions:
+            backward = backward_of(work, output, backend.tensor(*output.shape).detach().to(output.dtype))
+            del output
+            found.append(_measure(work, *backward, "gradient", backend, params)[0])
+    except Exception as error:  # any: libraries raise their own kinds, and one case must not end the sweep
+        known, text = isinstance(error, (RuntimeError, ValueError)), str(error).split("\n")[0]
+        is_oom = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in text
+        kind = "" if known or isinstance(error, FloatingPointError) else f"{type(error).__name__}: "
+        failure = {"status": "oom" if is_oom else "unsupported" if known else "failed"}
+        failure["message"] = f"{kind}{text}"[:MESSAGE_LENGTH]
+        found += [failure] * (len(directions) - len(found))
+        torch.cuda.empty_cache()
     finally:
-        if enabled:
+        if collects:
             gc.enable()
+    told = zip(directions, found, strict=True)
+    return [case.row(direction, backend.dtype_name) | row for direction, row in told]
 
 
 def _measure(
-    library: str,
-    run: Callable[[], Any],
-    prepare: Callable[[], None],
-    what: str,
-    backend: TorchBackend,
-    params: ProfileParams,
+    work: Work, run: Callable[[], Any], prepare: Callable[[], None], what: str, backend: TorchBackend, params: Any
 ) -> tuple[dict[str, Any], Any]:
     """Return the times of a run, and the result of the last of them; ``prepare`` comes before each, untimed."""
     deadline = time.perf_counter() + params.max_case_seconds / len(DIRECTIONS)
     kernel, previous, kept = backend.named(run, prepare)
-    if not all(map(_is_finite, kept if isinstance(kept, tuple) else (kept,))):
-        raise _NotFinite(f"The {what} holds NaN or infinity.")
+    for tensor in kept if isinstance(kept, tuple) else (kept,):
+        # A sum is finite only if all terms are, and needs no second tensor of that size.
+        if not tensor.detach().sum(dtype=torch.float32).isfinite():
+            raise FloatingPointError(f"The {what} holds NaN or infinity.")
 
     def elapsed() -> float:
         nonlocal kept
@@ -129,15 +108,14 @@ def _measure(
         if abs(previous - before) <= STEADY * before:
             break
     samples: list[float] = []
-    while len(samples) < params.min_repeats or (_wants_more(samples, params) and time.perf_counter() < deadline):
+    for count in range(MORE_REPEATS * params.repeats):
+        times = times_of(samples) if count >= params.repeats else {}
+        enough = times and times["spread_us"] <= STEADY * times["time_us"]
+        if count >= params.min_repeats and (enough or time.perf_counter() >= deadline):
+            break
         samples.append(elapsed())
     flag = {"flag": LAUNCH_BOUND} if backend.launch_bound else {}
-    return {"status": "ok", **times_of(samples), "kernel": f"{library}: {kernel}", **flag}, kept
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    # A sum is finite only if all terms are, and needs no second tensor of that size.
-    return bool(tensor.detach().sum(dtype=torch.float32).isfinite())
+    return {"status": "ok", **times_of(samples), "kernel": f"{work.library}: {kernel}", **flag}, kept
 
 
 def times_of(samples: list[float]) -> dict[str, Any]:
@@ -146,28 +124,16 @@ def times_of(samples: list[float]) -> dict[str, Any]:
     return {"time_us": float(middle), "spread_us": float(high - low), "repeats_us": samples}
 
 
-def _wants_more(samples: list[float], params: ProfileParams) -> bool:
-    if len(samples) < params.repeats:
-        return True
-    times = times_of(samples)
-    return bool(times["spread_us"] > STEADY * times["time_us"]) and len(samples) < MORE_REPEATS * params.repeats
-
-
 def both_looks(first: Mapping[str, Any], second: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return one row of two looks at a case; a row without a time loses.
 
     On a CPU, where disturbances only add time, the faster look is kept. A GPU's clocks also boost: there the faster one
     would be too fast in the mean, and the repeats of both are pooled.
     """
-    if kind == "cpu" or first["status"] != "ok" or second["status"] != "ok":
-        return faster(first, second)
-    return {**first, **second, **times_of([*first["repeats_us"], *second["repeats_us"]])}
-
-
-def _status(error: BaseException) -> str:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in str(error):
-        return "oom"
-    return "unsupported" if isinstance(error, (RuntimeError, ValueError)) else "failed"
+    timed = [row for row in (first, second) if row["status"] == "ok"]
+    if kind == "cuda" and len(timed) == 2:
+        return {**first, **second, **times_of([*first["repeats_us"], *second["repeats_us"]])}
+    return dict(min(timed, key=lambda row: row["time_us"], default=second))
 
 
 def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:
@@ -182,7 +148,7 @@ def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:
         memory_bytes=int(params.max_memory_gib * 2**30) or int(backend.free_bytes() * USABLE_MEMORY),
         gemm_flops_per_s=forward_flops(gemm) / _best_s(gemm, backend),
         attention_flops_per_s=forward_flops(core) / _best_s(core, backend),
-        bytes_per_s=FLUSH_BYTES[backend.kind] / min(backend.elapsed_us(backend.flush) * 1e-6 for _ in range(PROBES)),
+        bytes_per_s=FLUSH_BYTES[backend.kind] / min(backend.timed(backend.flush)[0] * 1e-6 for _ in range(PROBES)),
         call_s=_best_s(Case("dense", "", {"tokens": 1, "n": 8, "k": 8}), backend),
     )
 
@@ -190,7 +156,7 @@ def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:
 def _best_s(case: Case, backend: TorchBackend) -> float:
     try:
         run = make_work(case, backend).run
-        return min(backend.elapsed_us(run) for _ in range(PROBES)) * 1e-6
+        return min(backend.timed(run)[0] for _ in range(PROBES)) * 1e-6
     except Exception as error:
         first = str(error).split("\n")[0]
         raise RoutePackError(

@@ -80,7 +80,7 @@ def profile(
             raise RoutePackError(str(error)) from None
         seen = seen_of_steps(steps, settings)
         siblings = [CostModel.load(folder) for folder in prior]
-        chooser = KMeansChooser(settings.fit, siblings, fingerprint_device(device) if siblings else None)
+        chooser = KMeansChooser(settings.fit, siblings, fingerprint_device(device).arch if siblings else "")
         measurements = profile_device(*settings.job, params, out, device, observer, chooser.next_round, seen)
     if report and is_first_rank():
         from routepack_tune.reports.profile import REPORT_FILE, profile_page

@@ -158,15 +158,13 @@ def plan(
     print(summaries.plan_summary(made, out))
 
 
-def _budget(max_runtime: float | None, max_iterations: int | None) -> StopCriterion | None:
-    from search import MaxIterations, MaxRuntime
+def _budget(max_runtime: float | None, max_iterations: int | None) -> StopCriterion:
+    from search import StopCriterion
 
     if max_runtime is not None and max_iterations is not None:
         raise RoutePackError("Give --max-runtime or --max-iterations, not both.")
     try:
-        if max_runtime is not None:
-            return MaxRuntime(max_runtime)
-        return None if max_iterations is None else MaxIterations(max_iterations)
+        return StopCriterion(max_iterations=max_iterations, max_runtime=max_runtime)
     except ValueError as error:
         raise RoutePackError(str(error)) from None
 

@@ -160,7 +160,7 @@ def _plan_all(
     planned with both.
     """
     from profiler import Observer
-    from search import MaxIterations
+    from search import StopCriterion
 
     observer = observer or Observer()
     given = {
@@ -171,7 +171,7 @@ def _plan_all(
     untuned = _untuned(planner, notes)
     compared = list(batches)[-MOST_COMPARED:] if untuned is not None else []
     with contextlib.suppress(RoutePackError):  # compiles before anything is timed; so short a search may break a limit
-        planner.plan(next(iter(batches.values())), stop=MaxIterations(1))
+        planner.plan(next(iter(batches.values())), stop=StopCriterion(max_iterations=1))
     prices: dict[str, np.ndarray] = {}
     ratios: list[float] = []
     without: list[str] = []

@@ -67,7 +67,7 @@ class Planner:
         previous
             The last step's plan: experts move away from it only where that pays.
         stop
-            A budget (``search.MaxIterations`` or ``search.MaxRuntime``); None: the tuned number of iterations.
+            A budget (``search.StopCriterion``); None: the tuned number of iterations.
 
         Raises
         ------

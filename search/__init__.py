@@ -1,4 +1,8 @@
-"""Find the plan: packing and placement of one optimizer step, and the settings of the search."""
+"""Find the plan: packing and placement of one optimizer step, and the settings of the search.
+
+Shape suffixes in this package: N samples, R rows, D DP slots, B EP blocks, U units (row x EP block), L MoE layers,
+E experts, P EP ranks, C attention classes, K nodes of a table. Where cells are meant, D counts those of all rows.
+"""
 
 from search.baselines.catalog import (
     BASELINES,
@@ -13,22 +17,17 @@ from search.joint import plan_step
 from search.params import TUNABLE, PlannerParams, Range
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem, check_lengths
-from search.stop import FirstOf, GapBelow, MaxIterations, MaxRuntime, NoImprovement, StopCriterion
+from search.stop import StopCriterion
 from search.stream import StreamingPlanner
 from search.tuning.objective import BatchScore
 from search.tuning.study import run_study
-from search.tuning.task import TrialRecord, TuneParams, TuneTask
+from search.tuning.task import TuneParams, TuneTask
 
 __all__ = [
     "BASELINES",
     "BatchScore",
     "DEFAULT_BASELINE",
     "Evaluation",
-    "FirstOf",
-    "GapBelow",
-    "MaxIterations",
-    "MaxRuntime",
-    "NoImprovement",
     "Plan",
     "PlannerParams",
     "Problem",
@@ -40,7 +39,6 @@ __all__ = [
     "StopCriterion",
     "StreamingPlanner",
     "TUNABLE",
-    "TrialRecord",
     "TuneParams",
     "TuneTask",
     "balanced_ns",

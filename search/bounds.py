@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.problem import Problem, least_rows
+from search.problem import Problem, row_range
 
 
 def convex_minorant(table: np.ndarray) -> np.ndarray:
@@ -38,8 +38,7 @@ def lower_bound_ns(problem: Problem) -> int:
 
     Integer look-ups round down by less than 1 ns each; the bound gives that back.
     """
-    least, multiple = least_rows(problem), problem.topology.row_multiple
-    units = np.arange(least, max(least, problem.num_samples // problem.num_slots) + 1, multiple) * problem.num_blocks
+    units = np.array(row_range(problem) or [row_range(problem).start]) * problem.num_blocks
     rounding = units * (2 * problem.num_layers + problem.cell_ns.shape[0])
     minorants = [convex_minorant(table) for table in problem.cell_ns]
     other = _experts_bound(problem, units) + units * problem.tables.row_fixed_ns - rounding

@@ -3,8 +3,6 @@
 A row r in block b takes the sum over layers of two maxima (dispatch and combine are barriers): the slowest cell's
 attention, then the slowest EP rank's experts between the exchanges. Rows of a block follow one another; blocks meet at
 the end of the step.
-
-Shape suffixes: N samples, R rows, D DP slots, B EP blocks, C attention classes, L MoE layers, E experts, P EP ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodels import lookup_many_ns
-from search.load_kernels import unit_expert_rows
+from search.kernels import unit_expert_rows
 from search.plan import StepTime
 from search.problem import Problem
 

@@ -3,8 +3,6 @@
 One chain: least-loaded packing under an LPT (or the previous) placement -> row-aware placement -> annealing of the
 packing -> row-aware placement ... Only improvements are kept. Chains differ by seed and run side by side; the best plan
 wins, ties by chain number, so that threads change nothing but the time it takes.
-
-Shape suffixes: N samples, L MoE layers, E experts.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,17 +19,17 @@ from costmodels import StepTables
 from profiler import ModelSpec, Observer, RoutePackError, Topology
 from search.bounds import lower_bound_ns
 from search.evaluate import evaluate
+from search.kernels import seed_state
 from search.packing.bins import pack_ffd
-from search.packing.packer import LEG_PROPOSALS, PackChain, pack_costs
+from search.packing.packer import COLD, HOT, LEG_PROPOSALS, PackChain, pack_costs
 from search.packing.seeds import equalised, pack_balanced, pack_staircase
 from search.params import PlannerParams
 from search.placement.lpt import first_ranks, identity_placement, placement_of_ranks
 from search.placement.movement import Residence, list_moves, nearer_home, relabelled, residence_of
 from search.placement.placer import PLACEMENT_SHARE, LayerLoads, place_rows
 from search.plan import Plan, check_plan
-from search.problem import Problem, StepBatch, build_problem, least_rows
-from search.random_bits import seed_state
-from search.stop import StopCriterion, with_budget
+from search.problem import Problem, StepBatch, build_problem, no_packing, row_range
+from search.stop import StopCriterion
 
 SEEDS = (pack_balanced, pack_staircase)
 START_SPREAD = 4.0
@@ -79,18 +77,22 @@ def plan_step(
     RoutePackError
         If a stated policy is violated (see :func:`search.problem.build_problem`) or no capped packing is found.
     """
-    params, observer = params or PlannerParams(), observer or Observer()
-    stop = with_budget(stop, params.max_iterations)
+    params, stop, observer = params or PlannerParams(), stop or StopCriterion(), observer or Observer()
+    if stop.max_iterations is None and stop.max_runtime is None:
+        stop = replace(stop, max_iterations=params.max_iterations)
     stop.reset()
     problem = build_problem(batch, tables, spec, topology, max_tokens, params)
     bound_ns = lower_bound_ns(problem)
     home = None if previous is None else residence_of(previous, problem, spec)
+    starts = [] if start is None else [start]
+    if home is not None:
+        fresh_LE = relabelled(first_ranks(problem, params.ranks_per_node), home.rank_LE, problem.num_ranks)
+        starts += [home.rank_LE, fresh_LE]
+    starts = starts or [first_ranks(problem, params.ranks_per_node)]
     with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as pool:
-        if start is None:
-            start = first_ranks(problem, params.ranks_per_node) if home is None else home.rank_LE
-        packings = _seed_packings(problem, start, seed, pool)
+        packings = _seed_packings(problem, starts[0], seed, pool)
         observer.start("plan", params.starts)
-        chain = _Chain(problem, start, home, stop, bound_ns)
+        chain = _Chain(problem, starts, home, stop, bound_ns)
         solutions = list(pool.map(lambda k: chain.solve(packings[k % len(packings)], seed, k), range(params.starts)))
         observer.finish("plan")
     best = min(solutions, key=lambda solution: solution.objective)
@@ -111,7 +113,7 @@ def _certified(
 ) -> Plan:
     """Return a solution as a plan, priced from scratch, beside the default and checked."""
     tables, old_LE = problem.tables, None if previous is None else previous.placement_LE
-    row_N, slot_N = found.cell_of // problem.num_slots, found.cell_of % problem.num_slots
+    row_N, slot_N = np.divmod(found.cell_of, problem.num_slots)
     placement_LE = placement_of_ranks(found.rank_LE, problem.num_ranks, old_LE)
     moves, assumed = list_moves(old_LE, placement_LE, problem, spec)
     priced = evaluate(problem, row_N, slot_N, placement_LE, found.num_rows)
@@ -159,15 +161,13 @@ def _check_job(problem: Problem, plan: Plan, rank_rows_RBPL: np.ndarray) -> None
 
 def row_candidates(problem: Problem, extra_rows: int) -> list[int]:
     """Return the numbers of rows worth trying: the least one, its neighbours and a few further off, ascending."""
-    least, multiple = least_rows(problem), problem.topology.row_multiple
-    most = problem.num_samples // problem.num_slots // multiple * multiple
-    if least > most:
+    rows = row_range(problem)
+    if not rows:
         raise RoutePackError(
             f"{problem.num_samples} samples cannot give each of {problem.num_slots} DP slots one sample in each of "
-            f"{least} rows. Collect more samples a step, or lower data_parallel_size."
+            f"{rows.start} rows. Collect more samples a step, or lower data_parallel_size."
         )
-    steps = [k for k in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24) if k <= extra_rows]
-    return sorted({min(least + k * multiple, most) for k in steps})
+    return sorted({rows[min(k, len(rows) - 1)] for k in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24) if k <= extra_rows})
 
 
 def _seed_packings(
@@ -183,21 +183,17 @@ def _seed_packings(
         chains = [PackChain(problem, costs, cell_of, rows, seed_state(seed, rows)) for cell_of in packings]
         budget = PROBE_LEGS * LEG_PROPOSALS
         for chain in chains:
-            chain.run(params.cold_temperature, 1.0, lambda proposals, *_: proposals / budget)
+            chain.run(COLD, 1.0, lambda proposals, *_: proposals / budget)
         best = min(chains, key=lambda chain: int(chain.best[0]), default=None)
         return None if best is None else (int(best.best[0]), rows, best.best_cell_of)
 
-    candidates, multiple = row_candidates(problem, params.extra_rows), problem.topology.row_multiple
-    most = problem.num_samples // problem.num_slots
+    candidates = row_candidates(problem, params.extra_rows)
     found = [result for result in pool.map(probe, candidates) if result is not None]
-    for rows in range(candidates[-1] + multiple, most + 1, multiple):
-        if not found and (result := probe(rows)) is not None:
+    for rows in row_range(problem):
+        if not found and rows > candidates[-1] and (result := probe(rows)) is not None:
             found = [result]
     if not found:
-        raise RoutePackError(
-            f"No packing under max_tokens_per_microbatch = {problem.max_tokens} without empty cells was found up to "
-            f"{most} rows x {problem.num_slots} slots. Raise the cap or lower data_parallel_size."
-        )
+        raise no_packing(problem)
     return [(rows, cell_of) for _, rows, cell_of in sorted(found, key=lambda result: result[:2])]
 
 
@@ -206,25 +202,19 @@ class _Chain:
     """One chain of the search; ``solve`` may run in several threads at once."""
 
     problem: Problem
-    start_LE: np.ndarray
+    starts: list[np.ndarray]
     home: Residence | None
     stop: StopCriterion
     bound_ns: int
 
     def solve(self, packing: tuple[int, np.ndarray], seed: int, number: int) -> _Solution:
         """Alternate placement and packing until the budget is spent; return the best pair seen."""
-        problem, params, home = self.problem, self.problem.params, self.home
-        num_rows, cell_of = packing
-        starts = [self.start_LE]
-        if home is not None:
-            if self.start_LE is not home.rank_LE:
-                starts.append(home.rank_LE)
-            starts.append(relabelled(first_ranks(problem, params.ranks_per_node), home.rank_LE, problem.num_ranks))
+        problem, params, home, (num_rows, cell_of) = self.problem, self.problem.params, self.home, packing
         few = math.ceil(FIRST_SWAPS * params.placement_swaps)
-        rank_LE = self._place(num_rows, cell_of, starts, few, seed_state(seed, number, 0))
+        rank_LE = self._place(num_rows, cell_of, self.starts, few, seed_state(seed, number, 0))
         rng = seed_state(seed, number, 1)
         chain = PackChain(problem, pack_costs(problem, rank_LE), cell_of, num_rows, rng, self.bound_ns)
-        hot = params.hot_temperature * START_SPREAD**number * chain.roughness()
+        hot = HOT * START_SPREAD**number * chain.roughness()
         for turn in range(params.alternations):
             last = turn == params.alternations - 1
             share = params.first_share + (1 - params.first_share) * turn / max(1, params.alternations - 1)
@@ -246,17 +236,12 @@ class _Chain:
         return max(self.stop.progress(proposals, idle, gap), self.stop.progress(0) * (1 + PLACEMENT_SHARE))
 
     def _place(
-        self,
-        num_rows: int,
-        cell_of: np.ndarray,
-        starts: list[np.ndarray],
-        swaps: int,
-        rng: np.ndarray,
-        proposals: int = 0,
+        self, num_rows: int, cell_of: np.ndarray, starts: list[np.ndarray], swaps: int, rng: np.ndarray, made: int = 0
     ) -> np.ndarray:
-        """Place for a packing, with more swaps where wall time is what ends the search and has been long."""
-        loads, gone = LayerLoads(self.problem, cell_of, num_rows), self.stop.progress(proposals)
+        """Place for a packing that took ``made`` proposals, with more swaps where wall time ends the search and is
+        long."""
+        loads, gone = LayerLoads(self.problem, cell_of, num_rows), self.stop.progress(made)
         time_gone = self.stop.progress(0)  # looked at last: under wall time alone it is no less
-        room = PLACEMENT_SHARE * time_gone if proposals and time_gone >= gone else 0.0
+        room = PLACEMENT_SHARE * time_gone if made and time_gone >= gone else 0.0
         seed = int(rng[0] >> np.uint64(1))
         return place_rows(loads, starts, self.home, swaps, seed, lambda: self.stop.progress(0), room)

@@ -1,7 +1,5 @@
 """The result of planning one step: who goes where, what it should cost, and whether it keeps every constraint.
 
-Shape suffixes: N samples, R rows, D DP slots, L MoE layers, E experts.
-
 Invariants (``check_plan``): every sample exactly once; every cell at most ``max_tokens`` tokens and never empty; the
 same number of rows on every slot, a multiple of what the pipeline asks; every layer's placement a bijection with
 exactly E / P experts on each EP rank, the same in every block.

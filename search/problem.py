@@ -1,7 +1,4 @@
-"""One optimizer step to plan: the sealed batch, its costs as integer arrays, and what is checked before any search.
-
-Shape suffixes: N samples, L MoE layers, E experts, C attention classes, D DP slots, B EP blocks, P EP ranks.
-"""
+"""One optimizer step to plan: the sealed batch, its costs as integer arrays, and what is checked before any search."""
 
 from __future__ import annotations
 
@@ -136,14 +133,7 @@ def build_problem(
     max_tokens: int,
     params: PlannerParams | None = None,
 ) -> Problem:
-    """Check the stated policies and turn a batch into integer costs.
-
-    Raises
-    ------
-    RoutePackError
-        If the step is empty, has fewer samples than DP slots, holds a sample above the cap, carries no routes at all,
-        does not fit the model, or the experts do not divide over the EP ranks.
-    """
+    """Check the stated policies and turn a batch into integer costs."""
     params = params or PlannerParams()
     _check_policies(batch, spec, topology, max_tokens, params.sequence_alignment)
     lengths = padded_lengths(batch.lengths, params.sequence_alignment)
@@ -177,28 +167,31 @@ def padded_lengths(lengths: np.ndarray, alignment: int) -> np.ndarray:
 
 def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_tokens: int, alignment: int) -> None:
     count, slots, ranks = batch.num_samples, topology.data_parallel_size, topology.expert_model_parallel_size
-    if count == 0:
-        raise RoutePackError("The step is empty: 0 samples. Skip the step, or check what dropped them.")
-    layers, experts = batch.expert_counts.shape[1:]
-    if (layers, experts) != (spec.num_moe_layers, spec.num_experts):
-        raise RoutePackError(
+    layers, experts = np.shape(batch.expert_counts)[1:] or (0, 0)
+    for wrong, message in (
+        (count == 0, "The step is empty: 0 samples. Skip the step, or check what dropped them."),
+        (
+            (layers, experts) != (spec.num_moe_layers, spec.num_experts),
             f"expert_counts has {layers} layers x {experts} experts, {spec.name} has {spec.num_moe_layers} MoE layers "
-            f"x {spec.num_experts} experts. Use the batch's own model."
-        )
-    if experts % ranks:
-        raise RoutePackError(
-            f"{experts} experts do not divide over expert_model_parallel_size = {ranks}. Choose a divisor."
-        )
-    check_lengths(batch, max_tokens, alignment)
-    if count < slots:
-        raise RoutePackError(
+            f"x {spec.num_experts} experts. Use the batch's own model.",
+        ),
+        (
+            experts % ranks > 0,
+            f"{experts} experts do not divide over expert_model_parallel_size = {ranks}. Choose a divisor.",
+        ),
+        (
+            count < slots,
             f"{count} samples cannot fill {slots} DP slots: every slot needs at least one sample a row. "
-            f"Collect at least {slots} samples a step, or lower data_parallel_size."
-        )
-    if not batch.known_tokens.any():
-        raise RoutePackError(
-            "No sample of the step carries routes, so experts cannot be placed. Enable routing replay in the rollout."
-        )
+            f"Collect at least {slots} samples a step, or lower data_parallel_size.",
+        ),
+        (
+            not batch.known_tokens.any(),
+            "No sample of the step carries routes, so experts cannot be placed. Enable routing replay in the rollout.",
+        ),
+    ):
+        if wrong:
+            raise RoutePackError(message)
+    check_lengths(batch, max_tokens, alignment)
 
 
 def check_lengths(batch: StepBatch, max_tokens: int, alignment: int = 1) -> None:
@@ -222,45 +215,48 @@ def known_tokens(
 
     Where none are ``given`` they are all tokens, or all but the last sampled one, which engines never route.
     """
-    if (counts < 0).any():
-        i, layer, expert = np.argwhere(counts < 0)[0]
+    where = [f"{who} {name!r}" for name in names.tolist()]
+    for i, layer, expert in np.argwhere(counts < 0):
         raise RoutePackError(
-            f"{who} {str(names[i])!r} layer {layer}: expert {expert} has the negative count "
-            f"{counts[i, layer, expert]}. Check the array's type where it is written."
+            f"{where[i]} layer {layer}: expert {expert} has the negative count {counts[i, layer, expert]}. Check the "
+            "array's type where it is written."
         )
     sums = counts.sum(axis=2, dtype=np.int64)
     known = np.where(sums[:, 0] == top_k * (lengths - 1), lengths - 1, lengths) if given is None else given
-    if ((known < 0) | (known > lengths)).any():
-        i = int(np.argmax((known < 0) | (known > lengths)))
-        raise RoutePackError(
-            f"{who} {str(names[i])!r} has known_tokens {known[i]}, outside 0..{lengths[i]} (its length)."
-        )
-    if (sums != top_k * known[:, None]).any():
-        i, layer = np.argwhere(sums != top_k * known[:, None])[0]
-        wanted = f"{top_k * known[i]} = top_k {top_k} x known_tokens {known[i]}"
+    for (i,) in np.argwhere((known < 0) | (known > lengths)):
+        raise RoutePackError(f"{where[i]} has known_tokens {known[i]}, outside 0..{lengths[i]} (its length).")
+    for i, layer in np.argwhere(sums != top_k * known[:, None]):
+        wanted, n = f"{top_k * known[i]} = top_k {top_k} x known_tokens {known[i]}", lengths[i]
         if given is None:
-            n = lengths[i]
             wanted = f"{top_k * n} = top_k {top_k} x length {n} (or {top_k * (n - 1)} without the last token)"
         raise RoutePackError(
-            f"{who} {str(names[i])!r} layer {layer}: counts add up to {sums[i, layer]}, expected {wanted}, the same in "
-            "every layer. Give `known_tokens` where routes are partly unknown."
+            f"{where[i]} layer {layer}: counts add up to {sums[i, layer]}, expected {wanted}, the same in every layer. "
+            "Give `known_tokens` where routes are partly unknown."
         )
-    if (counts > known[:, None, None]).any():
-        i, layer, expert = np.argwhere(counts > known[:, None, None])[0]
+    for i, layer, expert in np.argwhere(counts > known[:, None, None]):
         raise RoutePackError(
-            f"{who} {str(names[i])!r} layer {layer}: expert {expert} has {counts[i, layer, expert]} tokens of "
-            f"{known[i]}: a token picks an expert at most once. Check the layout [samples, layers, experts]."
+            f"{where[i]} layer {layer}: expert {expert} has {counts[i, layer, expert]} tokens of {known[i]}: a token "
+            "picks an expert at most once. Check the layout [samples, layers, experts]."
         )
     return known
 
 
-def least_rows(problem: Problem) -> int:
-    """Return the least number of rows any capped packing may have: a bound, not always reachable."""
+def row_range(problem: Problem) -> range:
+    """Return the numbers of rows that a capped packing may have; the least is a bound, not always reachable."""
     by_tokens = -(-int(problem.lengths.sum()) // (problem.max_tokens * problem.num_slots))
     big = int((problem.lengths > problem.max_tokens // 2).sum())
-    rows = max(1, by_tokens, -(-big // problem.num_slots))
     multiple = problem.topology.row_multiple
-    return -(-rows // multiple) * multiple
+    least = -(-max(1, by_tokens, -(-big // problem.num_slots)) // multiple) * multiple
+    return range(least, problem.num_samples // problem.num_slots + 1, multiple)
+
+
+def no_packing(problem: Problem) -> RoutePackError:
+    """Return the error of a packer that found nothing in any number of rows."""
+    return RoutePackError(
+        f"No packing of {problem.num_samples} samples on {problem.num_slots} DP slots was found under "
+        f"max_tokens_per_microbatch = {problem.max_tokens} without empty cells, in any number of rows. Raise the cap "
+        "or lower data_parallel_size."
+    )
 
 
 def _fill_unknown(batch: StepBatch, lengths: np.ndarray, top_k: int) -> np.ndarray:

@@ -1,20 +1,48 @@
-"""Budgets: objects that say how far a search has come. Wall time appears here and nowhere else."""
+"""The budget of a search. Wall time appears here and nowhere else."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
+@dataclass
 class StopCriterion:
-    """Tell a search how much of its budget is spent."""
+    """Tell a search how much of its budget is spent: the largest share of the limits given.
 
-    name: str
-    """What the plan reports as ``stopped_by``."""
+    One that only says yes or no (the last two) cools nothing: iterations or wall time beside it drive the temperature.
+    """
+
+    max_iterations: float | None = None
+    """Packing proposals per chain: the same plan on every run and machine."""
+    max_runtime: float | None = None
+    """Seconds of wall time since ``reset``."""
+    no_improvement: float | None = None
+    """Proposals of a chain without a better packing."""
+    gap_below: float | None = None
+    """Share above the lower bound within which the best packing is near enough to the optimum."""
+
+    def __post_init__(self) -> None:
+        for name, least in {
+            "max_iterations": 1,
+            "max_runtime": math.ulp(0.0),
+            "no_improvement": 1,
+            "gap_below": 0,
+        }.items():
+            value, wanted = getattr(self, name), "> 0" if name == "max_runtime" else f">= {least:g}"
+            if value is not None and not value >= least:
+                raise ValueError(f"Expected {name.replace('_', ' ')} {wanted}, got {value}.")
+        self.reset()
+
+    @property
+    def name(self) -> str:
+        """What the plan reports as ``stopped_by``."""
+        return "|".join(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
     def reset(self) -> None:
-        """Start counting afresh."""
+        """Start the clock."""
+        self._start_s = time.monotonic()
 
     def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
         """Return the share of the budget spent; 1 or more means stop.
@@ -22,84 +50,11 @@ class StopCriterion:
         ``iterations`` counts a chain's packing proposals, ``idle`` those since its last improvement, ``gap`` is its
         best time above the lower bound as a share of it (mean over blocks).
         """
-        raise NotImplementedError
-
-
-@dataclass
-class _Limit(StopCriterion):
-    limit: float
-    least, wanted = 1.0, ">= 1"
-
-    def __post_init__(self) -> None:
-        if not self.limit >= self.least:
-            raise ValueError(f"Expected {self.name.replace('_', ' ')} {self.wanted}, got {self.limit}.")
-        self.reset()
-
-
-class MaxIterations(_Limit):
-    """Stop after a number of packing proposals per chain: the same plan on every run and machine."""
-
-    name = "max_iterations"
-
-    def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
-        """Return iterations over the limit."""
-        return iterations / self.limit
-
-
-class MaxRuntime(_Limit):
-    """Stop after so many seconds of wall time since ``reset``."""
-
-    name = "max_runtime"
-    least, wanted = math.ulp(0.0), "> 0"
-
-    def reset(self) -> None:
-        """Start the clock."""
-        self._start_s = time.monotonic()
-
-    def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
-        """Return elapsed over allowed seconds."""
-        return (time.monotonic() - self._start_s) / self.limit
-
-
-class NoImprovement(_Limit):
-    """Stop a chain after so many proposals without a better packing; a budget beside it drives the cooling."""
-
-    name = "no_improvement"
-
-    def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
-        """Return 1 when the chain has been idle for long enough, else 0."""
-        return float(idle >= self.limit)
-
-
-class GapBelow(_Limit):
-    """Stop when the best packing is proven this near the optimum (a share); a budget beside it drives the cooling."""
-
-    name = "gap_below"
-    least, wanted = 0.0, ">= 0"
-
-    def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
-        """Return 1 when the gap is reached, else 0."""
-        return float(gap <= self.limit)
-
-
-class FirstOf(StopCriterion):
-    """Stop when the first of several criteria says so."""
-
-    def __init__(self, criteria: tuple[StopCriterion, ...]) -> None:
-        self.criteria, self.name = criteria, "|".join(criterion.name for criterion in criteria)
-
-    def reset(self) -> None:
-        """Reset every criterion."""
-        for criterion in self.criteria:
-            criterion.reset()
-
-    def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
-        """Return the largest share."""
-        return max(criterion.progress(iterations, idle, gap) for criterion in self.criteria)
-
-
-def with_budget(stop: StopCriterion | None, iterations: int) -> StopCriterion:
-    """Return a criterion that cools: one that only says yes or no is given a number of iterations beside it."""
-    if stop is None:
-        return MaxIterations(iterations)
-    return FirstOf((stop, MaxIterations(iterations))) if isinstance(stop, (NoImprovement, GapBelow)) else stop
+        spent = 0.0
+        if self.max_iterations is not None:
+            spent = iterations / self.max_iterations
+        if self.max_runtime is not None:
+            spent = max(spent, (time.monotonic() - self._start_s) / self.max_runtime)
+        enough = self.no_improvement is not None and idle >= self.no_improvement
+        near = self.gap_below is not None and gap <= self.gap_below
+        return max(spent, 1.0) if enough or near else spent

@@ -6,16 +6,16 @@ provisional plan and to the final one is the placement: which experts run hot sh
 Invariants: samples enter only through :meth:`StreamingPlanner.add`, each checked at once; the sealed batch is ordered
 by id whatever the order of arrival; a provisional plan never changes constraints or prices of the final one, only the
 placement its search starts from.
-
-Shape suffixes: N samples, L MoE layers, E experts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Self
 
@@ -28,31 +28,10 @@ from search.params import PlannerParams
 from search.placement.lpt import ranks_of_slots
 from search.plan import Plan
 from search.problem import StepBatch, check_lengths, known_tokens
-from search.stop import MaxIterations, StopCriterion
+from search.stop import StopCriterion
 
 PROVISIONAL_ITERATIONS = 50_000
 """Packing proposals of a provisional plan: its placement is kept, its packing is not."""
-
-
-class _Closed(Exception):
-    """Ends a provisional plan that nobody waits for any more."""
-
-
-class _ProvisionalBudget(MaxIterations):
-    """Stop after some iterations; give up at once when the planner closes."""
-
-    name = "provisional"
-
-    def __init__(self, limit: float, closed: threading.Event) -> None:
-        self.limit, self.closed = limit, closed
-
-    def reset(self) -> None:
-        self.progress(0)
-
-    def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
-        if self.closed.is_set():
-            raise _Closed
-        return super().progress(iterations)
 
 
 class StreamingPlanner:
@@ -87,11 +66,11 @@ class StreamingPlanner:
         self._seed, self._previous, self._num_threads = seed, previous, num_threads
         self._background = background
         self._samples: dict[str, StepBatch] = {}
-        self._changed = threading.Condition()  # guards the samples, _tried and _worker
+        self._lock = threading.Lock()  # guards the samples, _tried and who may submit
         self._closed = threading.Event()
         self._tried = 0
-        self._worker: threading.Thread | None = None
-        self._bug: Exception | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="routepack-stream")
+        self._plans: list[Future[None]] = []
         self.provisional: Plan | None = None
         """The newest feasible plan, over the samples it names in ``sample_ids``; None before there is one."""
 
@@ -116,18 +95,10 @@ class StreamingPlanner:
     ) -> None:
         """Take one finished sample; with the background worker this never waits for planning.
 
-        Parameters
-        ----------
-        sample_id
-            Its name, distinct within the step.
-        length
-            Tokens of prompt and response.
-        expert_counts
-            [L, E] integer: tokens of the sample that use each logical expert; copied.
-        known_tokens
-            Tokens with known routes. None: all of them, or all but the last sampled one if layer 0 adds up to that.
-        prompt_id
-            Which prompt the sample answers; kept in the batch if every sample has one.
+        ``sample_id`` names it within the step, ``length`` counts the tokens of prompt and response, ``expert_counts``
+        [L, E] the tokens that use each logical expert of each MoE layer, integers, copied. ``known_tokens`` have known
+        routes; None: all of them, or all but the last sampled one if layer 0 adds up to that. The ``prompt_id`` that
+        the sample answers is kept in the batch if every sample has one.
 
         Raises
         ------
@@ -135,10 +106,10 @@ class StreamingPlanner:
             If the sample cannot be right or fits no microbatch (it is not added then), or the planner is closed.
         """
         _, spec, _, max_tokens = self._job
-        sample = _checked_sample(str(sample_id), length, np.asarray(expert_counts), known_tokens, prompt_id, spec)
-        check_lengths(sample, max_tokens, self._params.sequence_alignment)
         name = str(sample_id)
-        with self._changed:
+        sample = _checked_sample(name, length, np.asarray(expert_counts), known_tokens, prompt_id, spec)
+        check_lengths(sample, max_tokens, self._params.sequence_alignment)
+        with self._lock:
             if self._closed.is_set():
                 raise RoutePackError(f"Sample {name!r} came after its step was sealed or closed. Open a new stream.")
             if name in self._samples:
@@ -146,25 +117,19 @@ class StreamingPlanner:
             self._samples[name] = sample
             if not self._due():
                 return
-            if not self._background:
-                self._plan_so_far(self._take(), self._num_threads)
-            elif self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="routepack-stream", daemon=True)
-                self._worker.start()
-            else:
-                self._changed.notify()
+            plan = self._worker.submit(self._plan_so_far)
+            self._plans.append(plan)
+        if not self._background:
+            plan.result()
 
     def seal(
         self, stop: StopCriterion | None = None, order: Sequence[int | str] | None = None
     ) -> tuple[StepBatch, Plan]:
         """Stop the worker and return the batch and its final plan; the planner takes no further samples.
 
-        Parameters
-        ----------
-        stop
-            Budget of the final search (None: the params' iterations), counted from when the worker has ended.
-        order
-            The sample ids in the order of the batch. None: whole numbers by value, then other ids as text.
+        ``stop`` is the budget of the final search (None: the params' iterations), counted from when the worker has
+        ended; ``order`` holds the sample ids in the order of the batch (None: whole numbers by value, then other ids
+        as text).
 
         Raises
         ------
@@ -172,7 +137,7 @@ class StreamingPlanner:
             If ``order`` does not name every sample once, or as :func:`search.joint.plan_step`. A bug met in the
             background is raised as it was.
         """
-        with self._changed:
+        with self._lock:
             names = sorted(self._samples, key=_id_key) if order is None else [str(name) for name in order]
             if sorted(names) != sorted(self._samples):
                 odd = ", ".join(sorted(set(names) ^ set(self._samples))[:3]) or "none, some are named twice"
@@ -184,48 +149,34 @@ class StreamingPlanner:
                 raise RoutePackError("The step is empty: 0 samples were added. Skip it, or check what dropped them.")
             self._closed.set()
         self.close()
-        if self._bug is not None:
-            raise self._bug
+        for plan in self._plans:
+            plan.result()
         batch = _joined([self._samples[name] for name in names])
         return batch, self._plan(batch, self._params, stop, self._num_threads)
 
     def close(self) -> None:
         """Stop and join the worker without planning; safe to call again."""
-        with self._changed:
+        with self._lock:
             self._closed.set()
-            self._changed.notify_all()
-            worker = self._worker
-        if worker is not None:
-            worker.join()
+        self._worker.shutdown()
 
     def _due(self) -> bool:
         """Tell whether enough samples came since the last provisional plan: a tenth more, at least one a DP slot."""
         count = len(self._samples)
         return count >= self._job[2].data_parallel_size and count > self._tried and 10 * count >= 11 * self._tried
 
-    def _take(self) -> list[StepBatch]:
-        """Return the samples so far, by id, and mark them as tried."""
-        self._tried = len(self._samples)
-        return [self._samples[name] for name in sorted(self._samples, key=_id_key)]
-
-    def _work(self) -> None:
-        while self._bug is None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed.is_set() or self._due())
-                if self._closed.is_set():
-                    return
-                samples = self._take()
-            self._plan_so_far(samples, 1)
-
-    def _plan_so_far(self, samples: list[StepBatch], num_threads: int | None) -> None:
-        """Replace the provisional plan if these samples can be planned; keep what no user could cause for ``seal``."""
-        budget = _ProvisionalBudget(min(PROVISIONAL_ITERATIONS, self._params.max_iterations), self._closed)
-        try:
-            self.provisional = self._plan(_joined(samples), replace(self._params, starts=1), budget, num_threads)
-        except (_Closed, RoutePackError):
-            pass  # not yet: too few samples for the rows, or the step was sealed meanwhile
-        except Exception as error:
-            self._bug = error
+    def _plan_so_far(self) -> None:
+        """Replace the provisional plan if the samples so far can be planned; one plan may serve several requests."""
+        with self._lock:
+            if self._closed.is_set() or not self._due():
+                return
+            self._tried = len(self._samples)
+            samples = [self._samples[name] for name in sorted(self._samples, key=_id_key)]
+        budget = _ProvisionalBudget(min(PROVISIONAL_ITERATIONS, self._params.max_iterations))
+        budget.closed = self._closed
+        threads = 1 if self._background else self._num_threads
+        with contextlib.suppress(RoutePackError):  # not yet: too few samples for the rows, or sealed meanwhile
+            self.provisional = self._plan(_joined(samples), replace(self._params, starts=1), budget, threads)
 
     def _plan(
         self, batch: StepBatch, params: PlannerParams, stop: StopCriterion | None, num_threads: int | None
@@ -237,6 +188,17 @@ class StreamingPlanner:
         given = (batch, *self._job, params)
         seed, previous = self._seed, self._previous
         return plan_step(*given, seed=seed, stop=stop, previous=previous, start=start, num_threads=num_threads)
+
+
+class _ProvisionalBudget(StopCriterion):
+    """Iterations, but a search whose planner closes is given up at once."""
+
+    closed: threading.Event
+
+    def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
+        if self.closed.is_set():
+            raise RoutePackError("The step was sealed or closed.")
+        return super().progress(iterations)
 
 
 def _id_key(name: str) -> tuple[bool, int, str]:

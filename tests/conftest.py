@@ -1,4 +1,4 @@
-"""Compiled kernels are kept by the text of all kernels.
+"""Workers share tests by file, so that each file's fixtures are made once; kernels are kept by the text of them all.
 
 numba knows a function's own file alone: a kernel whose callee in another file has changed would come from its cache as
 it was. Processes that tests start inherit the folder.
@@ -8,7 +8,16 @@ import hashlib
 import os
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = [path for room in ("costmodels", "search") for path in sorted((ROOT / room).rglob("*.py"))]
 TEXT = b"".join(path.read_bytes() for path in KERNELS if b"njit" in path.read_bytes())
 os.environ["NUMBA_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "numba" / hashlib.sha256(TEXT).hexdigest()[:12])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Share tests by file where pytest-xdist runs them and nothing else was asked for."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "loadfile"

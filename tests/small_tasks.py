@@ -1,5 +1,6 @@
 """Small tuning tasks and studies for the tests of the tuner."""
 
+import multiprocessing
 import tempfile
 
 import numpy as np
@@ -7,9 +8,8 @@ import optuna
 from strategies import TOPOLOGIES, make_batch, make_spec, make_tables
 
 from search import PlannerParams, Range, TuneParams, TuneTask
-from search.tuning.claims import Claims
 from search.tuning.locks import FileLocks
-from search.tuning.trials import record_of, run_trials
+from search.tuning.trials import finished_trials, run_trials
 
 FAST = {
     "max_iterations": Range(100, 3000, log=True, integer=True),
@@ -46,7 +46,14 @@ def new_study(task):
 
 
 def run_here(task, study, target):
-    """Run a study in memory with one worker; return the records of its finished trials."""
+    """Run a study in memory with one worker; return its finished trials."""
     with tempfile.TemporaryDirectory() as folder:
-        run_trials(task, Claims(study, FileLocks(f"{folder}/claim"), target, 0))
-    return [record_of(task, trial) for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED")]
+        run_trials(task, study, FileLocks(f"{folder}/claim"), target)
+    return finished_trials(study)
+
+
+def warm_processes():
+    """The way to processes that have imported the tuner already: forks of one server without threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["optuna", "psycopg", "sqlalchemy", "search"])
+    return context

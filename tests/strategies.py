@@ -10,7 +10,7 @@ from costmodels import StepTables
 from costmodels.tables import node_shift, table_nodes
 from profiler import ModelSpec, Topology
 from search.params import PlannerParams
-from search.problem import StepBatch, build_problem, least_rows
+from search.problem import StepBatch, build_problem, row_range
 
 
 def make_spec(layers=2, experts=8, top_k=2):
@@ -113,7 +113,7 @@ def problems(draw, max_samples=14):
     """A random problem whose least number of rows has a sample for every cell, and the generator it is from."""
     job, rng = draw(jobs(max_samples))
     problem = build_problem(*job)
-    assume(least_rows(problem) * problem.num_slots <= problem.num_samples)
+    assume(row_range(problem))
     return problem, rng
 
 
@@ -124,7 +124,7 @@ def random_rows(rng, problem):
 
 def possible_rows(problem):
     """Every number of rows that a plan may have, as far as samples and tokens say."""
-    return range(least_rows(problem), problem.num_samples // problem.num_slots + 1, problem.topology.row_multiple)
+    return row_range(problem)
 
 
 def capped_packing(rng, problem, num_rows):

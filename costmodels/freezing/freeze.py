@@ -117,7 +117,7 @@ def _assumed(pricer: Pricer) -> Iterator[str]:
     for op, shape in [*_cores(pricer), ("experts", pricer.experts_shape), ("router", pricer.router_shape)]:
         if pricer.has(op) and pricer.timed(op, shape) is None:
             named = ", ".join(f"{name} {value}" for name, value in shape.items())
-            alone = pricer.model.models[op, "forward"].own.unseen is None
+            alone = pricer.model.models[op, "forward"].unseen.trees is None
             how = "the physics baseline alone" if alone else "the learned model of other shapes"
             yield f"{op}: shape ({named}) has no measured rows: extrapolated by {how}"
     for (op, direction), fitted in sorted(pricer.model.models.items()):

@@ -1,135 +1,140 @@
-"""The learned part: a residual on log(time / baseline), and what a prediction may rest on.
+"""The model of one operation in one direction: physics, what is learned beyond it, and perhaps a sibling GPU's prior.
 
-One :class:`OperationModel` prices one operation in one direction. Which members of the residual answer in which regime
-(on a measured curve, between curves, beyond the timed sizes, in shapes never timed) was decided on held-out rows
-(:mod:`costmodels.learned.residual`); where nothing beat the physics baseline, it answers alone. Every prediction says
-whether it lies outside what was timed.
+Which members of the residual answer in which regime (on a measured curve, between curves, beyond the timed sizes, in
+shapes never timed) was decided on held-out rows (:mod:`costmodels.learned.residual`); where nothing beat the physics
+baseline, it answers alone. With a prior, a second route is averaged in, in log space:
+
+    time = baseline(parameters refitted here) x residual of the prior x exp(discrepancy learned here)
+
+What a formula misses (kernel choices, tile effects) is mostly the same on two GPUs of one architecture; what differs
+(bandwidth, clocks, power) is in the formula's parameters, which few points settle. The prior is asked as it is,
+whatever it is made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from costmodels.features import Columns, Operation, checked_columns, take
-from costmodels.learned.curves import Curves
 from costmodels.learned.intervals import Intervals
-from costmodels.learned.ranges import Ranges, excess_octaves, known_families
-from costmodels.learned.residual import Mix, Residual, known_log_ratio
-from costmodels.learned.smooth import Kernel
-from costmodels.learned.trees import Trees
+from costmodels.learned.ranges import Ranges, excess_octaves, joined, known_families
+from costmodels.learned.residual import Mix, Residual, known_log_ratio, mean_of
+
+PRIOR_RESIDUAL = "prior_log_residual"
+"""Input of the discrepancy: log of the prior's time over the prior's baseline."""
 
 
-class Predictor(Protocol):
-    """What prices one operation in one direction: this GPU's own model, or one joined to a sibling's (``prior.py``)."""
+@dataclass(frozen=True)
+class Prior:
+    """Hold what is taken from a sibling GPU for one operation in one direction."""
 
-    @property
-    def own(self) -> OperationModel:
-        """The model learned from this GPU's rows alone."""
+    source: OperationModel
+    name: str
+    """Device of the prior."""
+    data_hash: str
+    """Of the measurements that the prior was fitted to."""
+    parameters: Mapping[str, float]
+    """The baseline's parameters on this GPU, pulled to the prior's."""
+    discrepancy: Residual
+    """log(time here / (refitted baseline x prior's residual)) is the mean of its members, 0 without any."""
+    seen_share: float = 1.0
+    """Weight of the prior's route in shapes timed here; the rest is the own model's, averaged in log space."""
+    unseen_share: float = 1.0
+    """The same in shapes not timed here."""
 
-    @property
-    def kind(self) -> str:
-        """What the residual rests on: ``lightgbm``, ``smooth``, ``prior``, or ``baseline`` for physics alone."""
-
-    @property
-    def shapes(self) -> Ranges:
-        """Timed shapes, each with the range of every size feature."""
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why a residual or a prior was refused or taken."""
-
-    @property
-    def validation(self) -> dict[str, Any]:
-        """Held-out errors by split, ready for JSON."""
-
-    @property
-    def intervals(self) -> Intervals | None:
-        """None where too few rows could be held out."""
-
-    def predict_us(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return microseconds and, per row, whether it lies outside what was timed."""
-
-    def knows(self, features: Mapping[str, np.ndarray | float]) -> Mapping[str, tuple[float, float]] | None:
-        """Return the timed range of every size feature of a shape, None if the shape was never timed."""
+    def predict_us(self, columns: Columns) -> np.ndarray:
+        """Return microseconds by the prior's route alone."""
+        operation, residual = self.source.operation, self.source.log_residual(columns)
+        inputs = {**operation.derive(columns), PRIOR_RESIDUAL: residual}
+        members = self.discrepancy.members(operation, columns, inputs)
+        log_us = np.log(operation.baseline(columns, self.parameters)) + residual
+        return np.asarray(np.exp(log_us + mean_of(members, members, residual.size)))
 
 
 @dataclass(frozen=True)
 class OperationModel:
-    """Baseline and learned residual of one operation in one direction."""
+    """Price one operation in one direction."""
 
     operation: Operation
     direction: str
     parameters: Mapping[str, float]
     """Fitted parameters of the baseline."""
     shapes: Ranges
-    """Timed shapes, each with the range of every size feature."""
-    seen: Trees | None = None
-    """Trees for shapes that were timed; None where they are not used."""
-    unseen: Trees | None = None
-    """Trees for shapes that were not timed; None where they are not used."""
+    """Shapes timed on this GPU, each with the range of every size feature."""
+    known: Residual = field(default_factory=Residual)
+    """Members for shapes that were timed."""
+    unseen: Residual = field(default_factory=Residual)
+    """Members for shapes that were not."""
+    mixes: Mapping[str, Mix] = field(default_factory=dict)
+    """Members averaged in each regime."""
+    prior: Prior | None = None
     empty_us: float | None = None
     """Measured time of a call with nothing to do, where one was timed."""
     rows: int = 0
     flagged_rows: int = 0
     """Rows left out because they contradict their neighbours."""
     reasons: tuple[str, ...] = ()
-    """Why a residual was refused, where it was."""
+    """Why a residual or a prior was refused or taken."""
     validation: dict[str, Any] = field(default_factory=dict)
-    smooth: Kernel | None = None
-    """Smooth residual for shapes that were timed."""
-    unseen_smooth: Kernel | None = None
-    """The same for shapes that were not."""
-    curves: Curves | None = None
-    """Residual along measured curves."""
-    mixes: Mapping[str, Mix] = field(default_factory=dict)
-    """Members averaged in each regime."""
+    """Held-out errors by split, ready for JSON."""
     intervals: Intervals | None = None
     """None where too few rows could be held out."""
 
     @property
-    def own(self) -> OperationModel:
-        """This model itself."""
-        return self
-
-    @property
     def kind(self) -> str:
-        """``lightgbm``, ``smooth`` (kernel or curves) or ``baseline``, by what the residual rests on."""
-        if self.seen is not None:
+        """What it rests on: ``prior``, ``lightgbm``, ``smooth`` (kernel or curves), or ``baseline``: physics alone."""
+        if self.prior is not None:
+            return "prior"
+        if self.known.trees is not None:
             return "lightgbm"
-        return "baseline" if self.smooth is None and self.curves is None else "smooth"
+        return "baseline" if self.known == Residual() else "smooth"
+
+    @cached_property
+    def timed(self) -> Ranges:
+        """Shapes timed here or on the prior's GPU, each with the range of every size feature."""
+        return self.shapes if self.prior is None else joined(self.shapes, self.prior.source.timed)
+
+    def knows(self, features: Mapping[str, Any]) -> Mapping[str, tuple[float, float]] | None:
+        """Return the timed range of every size feature of a shape, None if the shape was never timed."""
+        return self.timed.get(tuple(int(features[name]) for name in self.operation.shape))
 
     def predict_us(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return microseconds and, per row, whether it lies outside what was timed."""
         columns = checked_columns(self.operation, features)
-        time_us = np.asarray(self.operation.baseline(columns, self.parameters), dtype=np.float64)
-        excess, outside = excess_octaves(self.operation, self.shapes, columns)
         known = known_families(self.operation, self.shapes, columns)
-        return time_us * np.exp(self._log_ratio(columns, known, excess)), outside
+        excess, outside = excess_octaves(self.operation, self.shapes, columns)
+        log_ratio = np.zeros(known.size)
+        # A shape that was never timed lies on no curve, and beyond no size: what answers there is "between".
+        unseen_mixes = {"between": self.mixes.get("unseen", ())}
+        for rows, residual, mixes in ((known, self.known, self.mixes), (~known, self.unseen, unseen_mixes)):
+            if rows.any():
+                part = take(columns, rows)
+                members = residual.members(self.operation, part, self.operation.derive(part))
+                log_ratio[rows] = known_log_ratio(members, mixes, excess[rows])
+        own_us = np.asarray(self.operation.baseline(columns, self.parameters) * np.exp(log_ratio))
+        if self.prior is None:
+            return own_us, outside
+        share = np.where(known, self.prior.seen_share, self.prior.unseen_share)
+        time_us = blend(own_us, self.prior.predict_us(columns), share)
+        return time_us, excess_octaves(self.operation, self.timed, columns)[1]
 
-    def floor_us(self, features: Mapping[str, np.ndarray]) -> float:
+    def log_residual(self, columns: Columns) -> np.ndarray:
+        """Return the log of the time over the model's own baseline: what it learned beyond the formula."""
+        return np.asarray(np.log(self.predict_us(columns)[0] / self.operation.baseline(columns, self.parameters)))
+
+    def floor_us(self, features: Mapping[str, Any]) -> float:
         """Return the time of a call with nothing to do, for one shape."""
         if self.empty_us is not None:
             return self.empty_us
         columns = {name: np.atleast_1d(np.asarray(value, dtype=np.float64)) for name, value in features.items()}
         return float(self.operation.floor(columns, self.parameters)[0])
 
-    def knows(self, features: Mapping[str, np.ndarray | float]) -> Mapping[str, tuple[float, float]] | None:
-        """Return the timed range of every size feature of a shape, None if the shape was never timed."""
-        return self.shapes.get(tuple(int(features[name]) for name in self.operation.shape))
 
-    def _log_ratio(self, columns: Columns, known: np.ndarray, excess: np.ndarray) -> np.ndarray:
-        total = np.zeros(known.size)
-        seen = Residual(trees=self.seen, smooth=self.smooth, curve=self.curves)
-        unseen = Residual(trees=self.unseen, smooth=self.unseen_smooth)
-        # A shape that was never timed lies on no curve, and beyond no size: what answers there is "between".
-        unseen_mixes = {"between": self.mixes.get("unseen", ())}
-        for rows, residual, mixes in ((known, seen, self.mixes), (~known, unseen, unseen_mixes)):
-            if rows.any():
-                part = take(columns, rows)
-                members = residual.members(self.operation, part, self.operation.derive(part))
-                total[rows] = known_log_ratio(members, mixes, excess[rows])
-        return total
+def blend(own_us: np.ndarray, prior_us: np.ndarray, share: np.ndarray | float) -> np.ndarray:
+    """Return the mean of two predictions in log space, ``share`` of it the prior's."""
+    return np.asarray(np.exp((1.0 - share) * np.log(own_us) + share * np.log(prior_us)))

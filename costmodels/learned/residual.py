@@ -18,7 +18,7 @@ end of the timed sizes answers change gradually (:data:`RAMP_OCTAVES`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -81,11 +81,17 @@ def fit_residual(
 
 def fit_discrepancy(wanted: Collection[str], inputs: Columns, target: np.ndarray, params: FitParams) -> Residual:
     """Fit some of ``scale``, ``smooth`` and ``trees`` to ``target``, what a prior leaves of the log of time."""
-    names, loss = tuple(inputs), ABSOLUTE if target.size < params.small_rows else HUBER
+    names, many = tuple(inputs), target.size >= params.small_rows
+    if many:
+        # Fewer, smaller, slower trees: what is left after the prior is mostly noise.
+        leaves, rate = min(15, params.num_leaves), params.learning_rate / 2
+        params = replace(params, num_trees=max(1, params.num_trees // 2), num_leaves=leaves, learning_rate=rate)
     return Residual(
         scale=float(np.median(target)) if "scale" in wanted else None,
         smooth=fit_kernel(inputs, names, target, params) if "smooth" in wanted else None,
-        trees=grow_trees(inputs, names, target, params, loss=loss) if "trees" in wanted else None,
+        trees=grow_trees(inputs, names, target, params, loss=HUBER if many else ABSOLUTE)
+        if "trees" in wanted
+        else None,
     )
 
 
@@ -117,6 +123,8 @@ def best_mix(members: Mapping[str, np.ndarray], true: np.ndarray, *, steady: boo
     ``steady``: off the measured curves, where the smooth residual is preferred. ``small``: few rows, which are never
     left to trees alone, for they follow noise; the mean of trees and Gaussian process is preferred.
     """
+    if not members:
+        return ()
     errors = {
         mix: float(np.abs(mean_of(members, mix, true.size) - true).mean())
         for mix in MIXES

@@ -11,12 +11,13 @@ flatters the model by nothing that shows.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, size_of, take
+from costmodels.features import Columns, Operation, Parameters, size_of, take
 from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.ranges import excess_octaves, shape_ranges
 from costmodels.learned.residual import STEADY, Mix, best_mix, fit_residual, known_log_ratio, mean_of
@@ -28,7 +29,7 @@ BINS_PER_OCTAVE = 4
 GAIN_NEEDED = 0.98
 """A model is better than its baseline where its mean absolute log error is below this share of the baseline's."""
 SIZES, SHAPES, LARGEST = "unseen sizes", "unseen shapes", "largest sizes"
-REGIMES = {SIZES: ("measured", "between"), LARGEST: ("larger", "beyond"), SHAPES: ("unseen",)}
+REGIMES = {SIZES: ("measured", "between"), SHAPES: ("unseen",), LARGEST: ("larger", "beyond")}
 """Regimes whose mix each split chooses; its own errors are those of the first."""
 MEMBERS = ("trees", "smooth", "curve")
 LARGEST_GROUPS = 3
@@ -40,43 +41,46 @@ SMALLER_GROUPS = 3
 class HeldOut:
     """Hold predictions of rows that were not in the fit, microseconds; every row of the data, or the largest sizes."""
 
-    split: str
-    """``unseen sizes``, ``unseen shapes`` or ``largest sizes``."""
     true_us: np.ndarray
     baseline_us: np.ndarray
     model_us: np.ndarray
-    alone_us: np.ndarray | None
-    """LightGBM without a baseline; None where it was not asked for."""
-    curve_us: np.ndarray | None = None
-    """Interpolation of the baseline's residual along measured curves; NaN for rows on no curve."""
-    members: dict[str, np.ndarray] = field(default_factory=dict)
-    """Log residual of every member on every row."""
+    alone_us: np.ndarray | None = None
+    """LightGBM without a baseline, of unseen sizes alone."""
+    members: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Log residual of every member on every row; NaN for rows on no curve."""
     excess: np.ndarray | None = None
     """Octaves by which rows lie above the sizes that were fitted."""
-    mixes: dict[str, Mix] = field(default_factory=dict)
+    mixes: Mapping[str, Mix] = field(default_factory=dict)
     """What this split chose."""
 
     def useful(self) -> bool:
         """Return whether the model beats its baseline and is not a constant correction of it."""
         ratio = np.log(self.model_us / self.baseline_us)
-        model, baseline = (np.abs(np.log(p / self.true_us)).mean() for p in (self.model_us, self.baseline_us))
+        model, baseline = (log_error(us, self.true_us).mean() for us in (self.model_us, self.baseline_us))
         return bool(np.ptp(ratio) > 1e-9 and model < GAIN_NEEDED * baseline)
+
+    def contestants(self) -> dict[str, np.ndarray]:
+        """Return the predictions of every contestant, the model last; a row that one cannot answer is NaN."""
+        found = {"baseline": self.baseline_us}
+        if self.alone_us is not None:
+            found["lightgbm_alone"] = self.alone_us
+        shown = [name for name in ("curve", "trees", "smooth") if name in self.members]
+        return found | {n: self.baseline_us * np.exp(self.members[n]) for n in shown} | {"model": self.model_us}
 
     def report(self) -> dict[str, Any]:
         """Return the errors of all contestants, ready for JSON."""
-        named = {"baseline": self.baseline_us, "lightgbm_alone": self.alone_us, "curve": self.curve_us}
-        for name in ("trees", "smooth"):
-            if name in self.members:
-                named[name] = self.baseline_us * np.exp(self.members[name])
-        named["model"] = self.model_us
-        errors: dict[str, Any] = {}
-        for name, predicted in named.items():
-            answered = np.zeros(0, dtype=bool) if predicted is None else np.isfinite(predicted)
-            if predicted is not None and answered.any():
-                errors[name] = error_summary(predicted[answered], self.true_us[answered])
-                if not answered.all():
-                    errors[name]["rows"] = int(answered.sum())
-        return {"rows": int(self.true_us.size), **errors}
+        report: dict[str, Any] = {"rows": int(self.true_us.size)}
+        for name, predicted_us in self.contestants().items():
+            answered = np.isfinite(predicted_us)
+            report[name] = error_summary(predicted_us[answered], self.true_us[answered])
+            if not answered.all():
+                report[name]["rows"] = int(answered.sum())
+        return report
+
+
+def log_error(predicted_us: np.ndarray, true_us: np.ndarray) -> np.ndarray:
+    """Return the absolute error of every row's log."""
+    return np.asarray(np.abs(np.log(predicted_us / true_us)))
 
 
 def error_summary(predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
@@ -107,7 +111,9 @@ def assign_folds(groups: np.ndarray, folds: int) -> np.ndarray:
     return (np.arange(distinct.size) % min(folds, max(1, distinct.size)))[inverse]
 
 
-def held_out_folds(operation: Operation, columns: Columns, split: str, folds: int) -> np.ndarray | None:
+def held_out_folds(
+    operation: Operation, columns: Columns, split: str, folds: int, least_rows: int = MIN_TRAINING_ROWS
+) -> np.ndarray | None:
     """Return the fold in which every row is predicted, -1 for rows that never are; None with too few groups."""
     if split == LARGEST:
         groups = size_groups(operation, columns)
@@ -121,20 +127,21 @@ def held_out_folds(operation: Operation, columns: Columns, split: str, folds: in
         if np.unique(fold).size < 2:
             return None
     largest = max(int((fold == k).sum()) for k in range(int(fold.max()) + 1))
-    return fold if fold.size - largest >= MIN_TRAINING_ROWS else None
+    return fold if fold.size - largest >= least_rows else None
 
 
 def hold_out(
     operation: Operation,
     columns: Columns,
     time_us: np.ndarray,
-    start: dict[str, float],
+    start: Parameters,
     split: str,
     params: FitParams,
-    alone: bool = False,
+    wanted: Collection[str] = MEMBERS,
+    least_rows: int = MIN_TRAINING_ROWS,
 ) -> HeldOut | None:
     """Predict rows from other groups (for ``largest sizes`` those alone); None where the rows make too few groups."""
-    fold = held_out_folds(operation, columns, split, params.folds)
+    fold = held_out_folds(operation, columns, split, params.folds, least_rows)
     if fold is None:
         return None
     found = {name: np.full(time_us.size, np.nan) for name in ("baseline", "excess", "outside", "alone", *MEMBERS)}
@@ -143,11 +150,11 @@ def hold_out(
         inner, asked, inner_us = take(columns, train), take(columns, test), time_us[train]
         parameters = fit_baseline(operation, inner, inner_us, params, start)
         target = np.log(inner_us / operation.baseline(inner, parameters))
-        residual = fit_residual(operation, inner, target, params, split == SHAPES, MEMBERS)
+        residual = fit_residual(operation, inner, target, params, split == SHAPES, wanted)
         derived, excess = operation.derive(asked), excess_octaves(operation, shape_ranges(operation, inner), asked)
         answers = residual.members(operation, asked, derived)
         answers |= {"baseline": operation.baseline(asked, parameters), "excess": excess[0], "outside": excess[1]}
-        if alone:
+        if split == SIZES and wanted:
             trees = grow_trees(operation.derive(inner), tuple(derived), np.log(inner_us), params)
             answers["alone"] = np.exp(trees.log_ratio(derived))
         for name, values in answers.items():
@@ -162,12 +169,11 @@ def hold_out(
     inside, small = take(members, judged), time_us.size < params.small_rows
     mixes = {name: best_mix(inside, true[judged], steady=name in STEADY, small=small) for name in REGIMES[split]}
     model_us = baseline_us * np.exp(mean_of(members, mixes[REGIMES[split][0]], true.size))
-    curve_us = baseline_us * np.exp(members["curve"]) if "curve" in members else None
-    alone_us = found["alone"] if alone else None
-    return HeldOut(split, time_us, baseline_us, model_us, alone_us, curve_us, members, found["excess"], mixes)
+    alone_us = found["alone"] if np.isfinite(found["alone"]).any() else None
+    return HeldOut(time_us, baseline_us, model_us, alone_us, members, found["excess"], mixes)
 
 
-def with_mixes(held_out: HeldOut, mixes: dict[str, Mix]) -> HeldOut:
+def with_mixes(held_out: HeldOut, mixes: Mapping[str, Mix]) -> HeldOut:
     """Return the same rows as the finished model would answer them: edges by what is best beyond the timed sizes."""
     assert held_out.excess is not None
     model = known_log_ratio(held_out.members, mixes, held_out.excess)

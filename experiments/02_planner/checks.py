@@ -22,9 +22,9 @@ from regimes import HERE, Instance, Regime, load_instance, load_tables, with_lay
 
 from search import Plan, PlannerParams
 from search.joint import SEEDS, row_candidates
-from search.packing.packer import PackChain, pack_costs
+from search.kernels import seed_state
+from search.packing.packer import COLD, HOT, PackChain, pack_costs
 from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
-from search.random_bits import seed_state
 
 DRIFT_STEPS, DRIFT_SEEDS, DRIFT_BUDGET_S = 10, 2, 2.0
 SPEED_PROPOSALS = 1_000_000
@@ -139,11 +139,11 @@ def _speed(regime: Regime) -> dict[str, float]:
     costs = pack_costs(problem, ranks_of_slots(lpt_placement(problem), problem.num_ranks))
     rows = row_candidates(problem, 3)[-1]
     cell_of = next(cell_of for pack in SEEDS if (cell_of := pack(problem, rows)) is not None)
-    params, found = PlannerParams(), {}
+    found: dict[str, float] = {}
     for name in ("whole schedule", "cold"):
         chain = PackChain(problem, costs, cell_of, rows, seed_state(1))
-        whole = params.hot_temperature * chain.roughness()
-        hot = whole if name == "whole schedule" else params.cold_temperature
+        whole = HOT * chain.roughness()
+        hot = whole if name == "whole schedule" else COLD
         chain.run(hot, 1.0, lambda proposals, *_: proposals / 10_000)
         chain = PackChain(problem, costs, chain.best_cell_of, rows, seed_state(2))
         start = time.process_time()

@@ -15,7 +15,7 @@ import numpy as np
 from records import PlanRecord
 from regimes import Instance, Regime, all_regimes, load_instance
 
-from search import BASELINES, MaxRuntime, Plan, PlannerParams, plan_step
+from search import BASELINES, Plan, PlannerParams, StopCriterion, plan_step
 from search.baselines.catalog import PACKINGS, PLACEMENTS, SEARCH_BASELINES, price_packing
 from search.baselines.frameworks import largest_cell_tokens
 
@@ -62,7 +62,7 @@ def published_search(name: str, seconds: float) -> Method:
     """Return a search of ``SEARCH_BASELINES`` with its time; 0 for one that makes a fixed number of proposals."""
 
     def run(instance: Instance, seed: int) -> tuple[int, Packing]:
-        packed, placed = SEARCH_BASELINES[name](instance.problem, MaxRuntime(seconds or 1.0), seed=seed)
+        packed, placed = SEARCH_BASELINES[name](instance.problem, StopCriterion(max_runtime=seconds or 1.0), seed=seed)
         return price_packing(instance.problem, packed, placed).step_ns, packed
 
     return Method(name, seconds, run)
@@ -90,7 +90,7 @@ def our_plan(
     regime = instance.regime
     return plan_step(
         instance.batch, instance.tables, regime.spec, regime.topology, regime.max_tokens, params, seed=seed,
-        stop=MaxRuntime(seconds), previous=previous,
+        stop=StopCriterion(max_runtime=seconds), previous=previous,
     )  # fmt: skip
 
 

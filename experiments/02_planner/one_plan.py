@@ -15,7 +15,7 @@ from pathlib import Path
 
 from regimes import SHARED, all_regimes, load_instance, with_layers, with_prompts
 
-from search import MaxIterations, MaxRuntime, plan_step
+from search import StopCriterion, plan_step
 
 
 def main() -> None:
@@ -29,12 +29,12 @@ def main() -> None:
     # Compiled code is loaded before the clock starts.
     small = load_instance(all_regimes(given.shared)["gsm8k-short"], 0)
     plan_step(small.batch, small.tables, small.regime.spec, small.regime.topology, small.regime.max_tokens,
-              stop=MaxIterations(4096), num_threads=given.threads)  # fmt: skip
+              stop=StopCriterion(max_iterations=4096), num_threads=given.threads)  # fmt: skip
     idle_gib = memory_gib("VmRSS")
     with suppress(OSError):  # Linux: let the peak count from here, where that is allowed
         Path("/proc/self/clear_refs").write_text("5")
     instance = load_instance(regime, given.instance)
-    stop = MaxRuntime(given.seconds) if given.seconds else MaxIterations(given.iterations)
+    stop = StopCriterion(max_runtime=given.seconds) if given.seconds else StopCriterion(max_iterations=given.iterations)
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     plan = plan_step(
         instance.batch, instance.tables, regime.spec, regime.topology, regime.max_tokens, seed=given.instance,

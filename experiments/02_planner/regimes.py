@@ -18,7 +18,7 @@ from profiler import ModelSpec, Topology, import_published, load_model
 from routepack_tune import load_step_batch
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from search import Problem, StepBatch, balanced_ns, build_problem, lower_bound_ns
-from search.problem import least_rows
+from search.problem import row_range
 
 HERE = Path(__file__).parent
 CACHE = HERE.parent / ".cache"
@@ -81,7 +81,7 @@ class Instance:
     @functools.cached_property
     def ideal_ns(self) -> int:
         """The forced-balanced ideal in the least rows: 100 percent."""
-        return balanced_ns(self.problem, least_rows(self.problem))
+        return balanced_ns(self.problem, row_range(self.problem).start)
 
     @functools.cached_property
     def bound_ns(self) -> int:

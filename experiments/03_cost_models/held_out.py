@@ -112,7 +112,7 @@ def flagged_records(gpu: str, measured: Measurements, params: FitParams) -> Iter
     operation = OPERATIONS["experts"]
     columns, time_us = rows_of(measured, "experts", flagged=True)
     start = fit_baseline(operation, columns, time_us, params)
-    held_out = hold_out(operation, columns, time_us, start, SIZES, params, alone=True)
+    held_out = hold_out(operation, columns, time_us, start, SIZES, params)
     if held_out is not None:
         yield from _records(gpu, gates.EXPERTS_ALL, held_out.report())
 

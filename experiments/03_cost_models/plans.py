@@ -20,11 +20,12 @@ from records import CheckRecord
 
 from costmodels import CostModel, StepTables, freeze_tables, lookup_many_ns
 from costmodels.freezing.pricer import Pricer
+from costmodels.learned.residual import Residual
 from costmodels.tables import table_nodes
 from profiler import ModelSpec, Topology, load_model
 from routepack_tune import load_step_batch
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
-from search import MaxIterations, Plan, StepBatch, build_problem, plan_step
+from search import Plan, StepBatch, StopCriterion, build_problem, plan_step
 from search.baselines.catalog import price_packing
 
 CHECK = "plans"
@@ -75,7 +76,9 @@ def plan_records(work: Work, shared: Path, *, quick: bool) -> Iterator[CheckReco
     stop = QUICK_ITERATIONS if quick else ITERATIONS
     step_s = {}
     for kind, priced_by in kinds.items():
-        plan = plan_step(work.batch, priced_by, work.spec, work.topology, CAP, seed=0, stop=MaxIterations(stop))
+        plan = plan_step(
+            work.batch, priced_by, work.spec, work.topology, CAP, seed=0, stop=StopCriterion(max_iterations=stop)
+        )
         step_s[kind] = price(plan, curves, work)
         yield CheckRecord(CHECK, work.name, f"planned by {kind}: step, s", step_s[kind])
         promised = plan.predicted.step_time_s
@@ -96,10 +99,9 @@ def price(plan: Plan, tables: StepTables, work: Work) -> float:
 def without_trees(model: CostModel) -> CostModel:
     """Return the cost model with physics alone."""
     models = {
-        key: replace(one, seen=None, unseen=None, smooth=None, unseen_smooth=None, curves=None, mixes={},
-                     reasons=("residuals taken out",))
+        key: replace(one, known=Residual(), unseen=Residual(), mixes={}, reasons=("residuals taken out",))
         for key, one in model.models.items()
-    }  # fmt: skip
+    }
     return replace(model, models=models, tables=None, parity={})
 
 

@@ -49,7 +49,7 @@ class RawCurves:
             chosen = measured.select(op=op, direction="forward", status="ok", flag="")
             chosen = chosen.select(pattern="balanced") if op == "experts" else chosen
             self._rows[op] = {name: np.asarray(chosen.rows[name], dtype=np.float64)
-                              for name in (*model.models[op, "forward"].own.operation.features, "time_us")}  # fmt: skip
+                              for name in (*model.models[op, "forward"].operation.features, "time_us")}  # fmt: skip
 
     def predict_us(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return microseconds of one shape at many sizes, and no marks."""

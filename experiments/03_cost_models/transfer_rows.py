@@ -19,8 +19,7 @@ from costmodels import CostModel, FitParams
 from costmodels.choose import choose_points
 from costmodels.features import Columns, Operation
 from costmodels.fit import fit_operation
-from costmodels.fit_prior import add_prior
-from costmodels.learned.predictor import Predictor
+from costmodels.learned.predictor import OperationModel
 from costmodels.learned.validation import family_groups
 from costmodels.operations.catalog import OPERATIONS
 from profiler import DeviceFingerprint, Measurements, Topology, import_published, load_model
@@ -116,8 +115,8 @@ def new_gpu(
             found = []
             for seed in range(designs):
                 fresh = choose(count, seed)
-                own, held_out = fit_operation(operation, "forward", table.take(fresh), params)
-                model, _ = add_prior(own, held_out, table.take(fresh), params, table.fingerprint, [prior()])
+                arch = table.fingerprint.arch
+                model, _ = fit_operation(operation, "forward", table.take(fresh), params, [prior()], arch)
                 found.append(_errors(model, table, np.setdiff1d(everything, fresh)))
             yield _row(task, gpu, count, found)
 
@@ -134,8 +133,7 @@ def unseen_shape(table: Table, prior: CostModel, gpu: str, params: FitParams, sh
     predicted, true, points = [], [], []
     for k in np.unique(family)[:shapes]:
         kept, asked = table.take(family != k), table.take(family == k)
-        own, held_out = fit_operation(OPERATIONS[table.op], "forward", kept, params)
-        model, _ = add_prior(own, held_out, kept, params, table.fingerprint, [prior])
+        model, _ = fit_operation(OPERATIONS[table.op], "forward", kept, params, [prior], table.fingerprint.arch)
         predicted.append(model.predict_us({name: asked[name] for name in OPERATIONS[table.op].features})[0])
         true.append(asked["time_us"])
         points.append(kept["time_us"].size)
@@ -193,7 +191,7 @@ def _only(table: Table, wanted: dict[str, tuple[int, ...]]) -> Table:
     return Table(table.op, table.fingerprint, table.take(kept), table.quiet[kept])
 
 
-def _errors(model: Predictor, table: Table, index: np.ndarray) -> np.ndarray:
+def _errors(model: OperationModel, table: Table, index: np.ndarray) -> np.ndarray:
     asked = table.take(index)
     predicted, _ = model.predict_us({name: asked[name] for name in OPERATIONS[table.op].features})
     return np.asarray(100.0 * np.abs(predicted / asked["time_us"] - 1.0))

@@ -17,7 +17,6 @@ from costmodels import CostModel, FitParams
 from costmodels.choose import FIRST_POINTS, MORE_POINTS, batches, choose_points
 from costmodels.features import Columns
 from costmodels.fit import fit_operation
-from costmodels.fit_prior import add_prior
 from costmodels.learned.smooth import fit_kernel
 from costmodels.operations.catalog import OPERATIONS
 from profiler import DeviceFingerprint, Measurements, Topology, import_published, load_model
@@ -136,9 +135,7 @@ def least_certain(table: Table, points: list[int], count: int, params: FitParams
 
 def _judged(table: Table, points: list[int], priors: list[CostModel], params: FitParams) -> dict[str, Any]:
     fresh = table.take(points)
-    model, held_out = fit_operation(table.operation, "forward", fresh, params)
-    if priors:
-        model, held_out = add_prior(model, held_out, fresh, params, table.fingerprint, priors)
+    model, held_out = fit_operation(table.operation, "forward", fresh, params, priors, table.fingerprint.arch)
     rest = np.setdiff1d(np.arange(len(table.cases)), points)
     asked = table.take(rest)
     predicted, _ = model.predict_us({name: asked[name] for name in table.operation.features})

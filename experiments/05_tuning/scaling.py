@@ -21,10 +21,8 @@ from pathlib import Path
 import studies
 from regimes import SHARED, all_regimes
 
-from profiler import Observer
 from search.tuning.storage import choose_storage, open_study
 from search.tuning.task import TuneTask
-from search.tuning.trials import Watch
 from search.tuning.workers import run_workers
 
 APART = 10
@@ -37,8 +35,7 @@ def rates(task: TuneTask, trials: int, workers: int) -> tuple[float, float, floa
         storage = choose_storage(Path(folder))
         begun = time.perf_counter()
         study = open_study(task, storage, "scaling")
-        watch = Watch(task, study, trials, range(workers), Observer(), lambda records: None)
-        run_workers((task, storage, "scaling", trials), study, range(workers), watch)
+        run_workers((task, storage, "scaling", trials), study, range(workers), lambda: None)
         wall_s = time.perf_counter() - begun
         finished = [trial for trial in study.trials if trial.state.is_finished()]
     span = max(t.datetime_complete for t in finished) - min(t.datetime_start for t in finished)

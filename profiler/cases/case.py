@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from profiler.cases.operations import HEADS, OPERATIONS, TILE_ROWS
+from profiler.cases.operations import DIRECTIONS, EXPERT_ROWS, HEADS, OPERATIONS, TILE_ROWS
 from profiler.files import content_hash
 
 BACKWARD_WORK = 2.5
@@ -31,6 +33,17 @@ class Case:
     (alltoall); empty for the others."""
     dtype: str = ""
     """Number type where it differs from the sweep's (experts in ``float8_e4m3fn``); empty: the sweep's."""
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """An expert moves once; all else has a backward run."""
+        return DIRECTIONS[:1] if self.op == "transfer" else DIRECTIONS
+
+    def row(self, direction: str, dtype: str) -> dict[str, Any]:
+        """Return what a measured row says of its case; ``dtype`` is the sweep's."""
+        named = {"case_id": self.case_id(direction, dtype), "op": self.op, "direction": direction}
+        named |= {"source": "measured", "dtype": self.dtype or dtype, "pattern": self.pattern}
+        return {**named, **self.features}
 
     def case_id(self, direction: str, dtype: str) -> str:
         """Return the stable id of this case timed in one direction, 16 hex digits; ``dtype`` is the sweep's."""
@@ -87,22 +100,14 @@ def filled(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def experts_case(
-    pattern: str, rows_per_expert: tuple[int, ...], hidden: int, inter: int, num_experts: int, dtype: str = ""
+    pattern: str, rows_per_expert: ArrayLike, hidden: int, inter: int, num_experts: int, dtype: str = ""
 ) -> Case:
     """Return the grouped expert GEMM of a rank that handles only its own rows (``router_tokens`` 0)."""
     counts = np.asarray(rows_per_expert, dtype=np.int64)
-    features = {
-        "rows": int(counts.sum()),
-        "active_experts": int((counts > 0).sum()),
-        "padded_rows": int(padded_rows(counts).sum()),
-        "max_rows": int(counts.max()),
-        "local_experts": len(rows_per_expert),
-        "hidden_size": hidden,
-        "inter_size": inter,
-        "router_tokens": 0,
-        "num_experts": num_experts,
-    }
-    return Case("experts", pattern, features, rows_per_expert, dtype)
+    loads = (counts.sum(), (counts > 0).sum(), padded_rows(counts).sum(), counts.max())
+    features = dict(zip(EXPERT_ROWS, map(int, loads), strict=True)) | {"local_experts": len(counts)}
+    features |= {"hidden_size": hidden, "inter_size": inter, "router_tokens": 0, "num_experts": num_experts}
+    return Case("experts", pattern, features, tuple(counts.tolist()), dtype)
 
 
 def padded_rows(rows_per_expert: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -52,62 +53,18 @@ RUNS_OUTSIDE_REPEATS = 2
 """Warm-up runs that a case or an exchange must afford besides its least repeats."""
 
 
-@dataclass(frozen=True)
-class Design:
-    """The pool of a sweep and what was left out."""
-
-    cases: tuple[Case, ...]
-    limits: tuple[dict[str, Any], ...]
-    """One entry per range that the device cannot finish: ``op``, ``what``, ``wanted``, ``designed``, ``reason``."""
-
-
 def class_of(case: Case) -> tuple[str, int, int, int]:
     """Return what a case is chosen among: operation, window, n and k (0 where there is none)."""
     window, n, k = (case.features.get(name, 0) for name in ("window", "n", "k"))
     return case.op, window, n, k
 
 
-def design_cases(
-    spec: ModelSpec,
-    topology: Topology,
-    max_tokens: int,
-    params: ProfileParams,
-    rates: Rates,
-    item_bytes: int,
-    seen: Seen | None = None,
-) -> Design:
-    """Return the pool for one model, topology and token cap, in a seeded order.
+@dataclass(frozen=True)
+class Design:
+    """The pool of a sweep for one model, topology and token cap, and what was left out.
 
     RoutePackError if the experts do not divide over the ranks, or the device affords no case of some operation.
     """
-    ranks = topology.expert_model_parallel_size
-    if spec.num_experts % ranks:
-        raise RoutePackError(
-            f"{spec.name} has {spec.num_experts} experts; expert_model_parallel_size {ranks} must divide them."
-        )
-    rng = np.random.default_rng(params.seed)
-    pool = _Pool(spec, topology, max_tokens, params, rates, item_bytes, seen or Seen())
-    found = {"attention": [case for window in spec.attention_windows for case in pool.cells("attention", window)]}
-    if any(spec.linear_layers):
-        found["linear_attention"] = pool.cells("linear_attention")
-    found |= {"dense": pool.dense(), "router": pool.router(), "experts": pool.experts(rng)}
-    distinct: dict[str, Case] = {}
-    for op, cases in found.items():
-        if not cases:
-            reason = next((limit["reason"] for limit in pool.limits if limit["op"] == op), "no size fits")
-            raise RoutePackError(
-                f"This device affords no case of {op} for {spec.name}: {reason}. Raise that limit in the profile "
-                "section, use larger parallel sizes or a larger device, or import --published timings."
-            )
-        for case in cases:
-            distinct.setdefault(case.case_id("forward", ""), case)
-    listed = list(distinct.values())
-    return Design(tuple(listed[i] for i in rng.permutation(len(listed))), tuple(pool.limits))
-
-
-@dataclass(frozen=True)
-class _Pool:
-    """Build the cases of one model that the device affords, and remember where it did not."""
 
     spec: ModelSpec
     topology: Topology
@@ -115,10 +72,37 @@ class _Pool:
     params: ProfileParams
     rates: Rates
     item_bytes: int
-    seen: Seen
-    limits: list[dict[str, Any]] = field(default_factory=list)
+    seen: Seen = field(default_factory=Seen)
+    cases: list[Case] = field(init=False, default_factory=list)
+    """In a seeded order."""
+    limits: list[dict[str, Any]] = field(init=False, default_factory=list)
+    """One entry per range that the device cannot finish: ``op``, ``what``, ``wanted``, ``designed``, ``reason``."""
 
-    def refusal(self, case: Case) -> str:
+    def __post_init__(self) -> None:
+        spec, ranks = self.spec, self.topology.expert_model_parallel_size
+        if spec.num_experts % ranks:
+            raise RoutePackError(
+                f"{spec.name} has {spec.num_experts} experts; expert_model_parallel_size {ranks} must divide them."
+            )
+        rng = np.random.default_rng(self.params.seed)
+        found = {"attention": [case for window in spec.attention_windows for case in self._cells("attention", window)]}
+        if any(spec.linear_layers):
+            found["linear_attention"] = self._cells("linear_attention")
+        found |= {"dense": self._dense(), "router": self._router(), "experts": self._experts(rng)}
+        distinct: dict[str, Case] = {}
+        for op, cases in found.items():
+            if not cases:
+                reason = next((limit["reason"] for limit in self.limits if limit["op"] == op), "no size fits")
+                raise RoutePackError(
+                    f"This device affords no case of {op} for {spec.name}: {reason}. Raise that limit in the profile "
+                    "section, use larger parallel sizes or a larger device, or import --published timings."
+                )
+            for case in cases:
+                distinct.setdefault(case.case_id("forward", ""), case)
+        listed = list(distinct.values())
+        self.cases.extend(listed[i] for i in rng.permutation(len(listed)))
+
+    def _refusal(self, case: Case) -> str:
         """Return why a case cannot run, or an empty string."""
         needed, allowed = case_bytes(case, self.item_bytes), self.rates.memory_bytes
         if needed > allowed:
@@ -129,47 +113,42 @@ class _Pool:
             return f"one run would take {seconds:.2f} s, {longest:.2f} are allowed (max_case_seconds)"
         return ""
 
-    def largest(self, what: str, wanted: int, build: Callable[[int], Case]) -> int:
+    def _largest(self, what: str, wanted: int, build: Callable[[int], Case]) -> int:
         """Return the largest size up to ``wanted`` that the device affords, 0 if none; note a cut under ``what``."""
-        afforded = bisect_left(range(1, wanted + 1), True, key=lambda size: bool(self.refusal(build(size))))
+        afforded = bisect_left(range(1, wanted + 1), True, key=lambda size: bool(self._refusal(build(size))))
         if what and afforded < wanted:
             limit = build(afforded + 1)
             about = {"op": limit.op, "what": what, "wanted": wanted, "designed": afforded}
-            self.limits.append(about | {"reason": self.refusal(limit)})
+            self.limits.append(about | {"reason": self._refusal(limit)})
         return afforded
 
-    def cells(self, op: str, window: int = 0) -> list[Case]:
+    def _cells(self, op: str, window: int = 0) -> list[Case]:
         """Return cells as the user's steps hold them, of one sequence, of equal sequences and of mixed lengths."""
         heads = self.spec.attention_heads(self.topology.tensor_model_parallel_size, op == "linear_attention")
-
-        def cell(pattern: str, lengths: tuple[int, ...]) -> Case:
-            return cell_case(op, pattern, lengths, heads, window)
-
-        def single(length: int) -> Case:
-            return cell("single", (length,))
+        cell = partial(cell_case, op, heads=heads, window=window)
 
         def mixed(total: int, part: int = MEDIAN_SHARES[0]) -> Case:
             return cell("mixed", mixed_lengths(total, total / part))
 
         label = f"window {window}" if window else "full attention" if op == "attention" else "linear attention"
-        longest = self.largest(f"{label}, tokens of one sequence", self.max_tokens, single)
-        most = self.largest(f"{label}, tokens of mixed lengths", self.max_tokens, mixed)
+        longest = self._largest(f"{label}, tokens of one sequence", self.max_tokens, lambda n: cell("single", (n,)))
+        most = self._largest(f"{label}, tokens of mixed lengths", self.max_tokens, mixed)
         if not longest or not most:
             return []
         cases = [cell(SEEN, lengths) for lengths in self.seen.cells]
-        cases += [single(length) for length in log_sizes(MIN_LENGTH, longest, FINE_SIZES)]
+        cases += [cell("single", (length,)) for length in log_sizes(MIN_LENGTH, longest, FINE_SIZES)]
         for length in log_sizes(MIN_LENGTH, max(1, longest // 2), SIZES):
 
             def even(count: int, length: int = length) -> Case:
                 return cell("even", (length,) * count)
 
-            full = self.largest("", max(1, self.max_tokens // length), even)
+            full = self._largest("", max(1, self.max_tokens // length), even)
             cases += [even(max(1, full // part)) for part in FILLS]
         for total in log_sizes(8 * MIN_LENGTH, most, SIZES):
             cases += [mixed(total, part) for part in MEDIAN_SHARES]
-        return [case for case in cases if not self.refusal(case)]
+        return [case for case in cases if not self._refusal(case)]
 
-    def dense(self) -> list[Case]:
+    def _dense(self) -> list[Case]:
         spec, tensor = self.spec, self.topology.tensor_model_parallel_size
         shapes = {*spec.attention_projections(tensor), *spec.feed_forward(spec.shared_intermediate_size, tensor)}
         if any(spec.linear_layers):
@@ -178,50 +157,41 @@ class _Pool:
             shapes |= {*spec.feed_forward(spec.dense_intermediate_size, tensor)}
         most, cases = self.max_tokens // self.topology.context_parallel_size, []
         for n, k in sorted(shapes):
-
-            def gemm(tokens: int, n: int = n, k: int = k) -> Case:
-                return Case("dense", "", {"tokens": tokens, "n": n, "k": k})
-
-            cases += self._fine(f"{n} x {k}, tokens", most, gemm)
+            cases += self._fine(f"{n} x {k}, tokens", most, "dense", {"n": n, "k": k})
         return cases
 
-    def router(self) -> list[Case]:
+    def _router(self) -> list[Case]:
         routed = {name: getattr(self.spec, name) for name in ("hidden_size", "num_experts", "top_k")}
-
-        def route(tokens: int) -> Case:
-            return Case("router", "", {"tokens": tokens, **routed})
-
         # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
-        return self._fine("tokens of one rank", self.max_tokens // self.topology.ranks_per_slot, route)
+        return self._fine("tokens of one rank", self.max_tokens // self.topology.ranks_per_slot, "router", routed)
 
-    def _fine(self, what: str, most: int, build: Callable[[int], Case]) -> list[Case]:
-        afforded = self.largest(what, max(1, most), build)
+    def _fine(self, what: str, most: int, op: str, shape: dict[str, int]) -> list[Case]:
+        def build(tokens: int) -> Case:
+            return Case(op, "", {"tokens": tokens, **shape})
+
+        afforded = self._largest(what, max(1, most), build)
         return [build(tokens) for tokens in log_sizes(1, afforded, FINE_SIZES)] if afforded else []
 
-    def experts(self, rng: np.random.Generator) -> list[Case]:
+    def _experts(self, rng: np.random.Generator) -> list[Case]:
         """Return grouped GEMMs of one rank: no rows, one row, and loads of many sizes and splits."""
         spec, topology = self.spec, self.topology
         ranks = topology.expert_model_parallel_size
         local, inter = spec.num_experts // ranks, spec.moe_intermediate_size // topology.expert_tensor_parallel_size
         dtype = FLOAT8 if self.params.dtype == FLOAT8 else ""
-
-        def rank(pattern: str, counts: Iterable[int]) -> Case:
-            parts = tuple(int(count) for count in counts)
-            return experts_case(pattern, parts, spec.hidden_size, max(1, inter), spec.num_experts, dtype)
-
-        def even(rows: int) -> Case:
-            return rank("even", split_exactly(rows, np.ones(local)))
-
+        hidden, experts = spec.hidden_size, spec.num_experts
+        rank = partial(experts_case, hidden=hidden, inter=max(1, inter), num_experts=experts, dtype=dtype)
         block_rows = self.max_tokens * topology.slots_per_block * spec.top_k // topology.blocks_per_slot
         wanted = max(1, min(block_rows, round(block_rows / ranks * LOAD_FACTOR)))
-        afforded = self.largest("rows of one rank", wanted, even)
+        afforded = self._largest(
+            "rows of one rank", wanted, lambda rows: rank("even", split_exactly(rows, np.ones(local)))
+        )
         if not afforded:
             return []
         cases = [rank("empty", [0] * local), rank("sparse", [1] + [0] * (local - 1))]
         cases += [rank(SEEN, rows) for rows in self.seen.rank_rows if sum(rows)]
         for rows in log_sizes(MIN_ROWS, afforded, SIZES):
             cases += [rank(pattern, split_exactly(rows, weights)) for pattern, weights in _splits(local, rng)]
-        return [case for case in cases if not self.refusal(case)]
+        return [case for case in cases if not self._refusal(case)]
 
 
 def log_sizes(low: int, high: int, points: int) -> list[int]:

@@ -1,7 +1,4 @@
-"""The devices: one code with torch on CPU and CUDA; they differ in clock, attention kernel and free memory.
-
-There is no simulated device.
-"""
+"""The devices: one code with torch on CPU and CUDA; they differ in clock, attention kernel and free memory."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import ctypes
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,14 +23,11 @@ Run = tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]
 FLUSH_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Written between runs, so that every run starts from caches that hold something else."""
 MAX_WRITES = 8
-"""Most writes of that buffer before one run: they hide launches of a third of a millisecond on a fast card; a run that
-launches for longer is marked."""
+"""Most writes of that buffer before one run: one that launches for longer than they last is marked."""
 COVER = 1.5
 """A flush lasts at least this many times as long as the host needs to launch the run behind it."""
 POOL_ELEMENTS = (1 << 21) + 7
 """Normal numbers that are drawn once; every tensor is filled from them, shifted. Odd, so that rows do not repeat."""
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-"""Parameters of glibc's mallopt."""
 HEAVY_OPS = ("mm", "attention", "flash")
 """An operation whose name holds one of these does the work; the rest moves or views."""
 LISTED_KERNELS = 3
@@ -75,29 +68,20 @@ class TorchBackend:
             torch.set_num_threads(before)
 
     def tensor(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """Return a seeded normal tensor that wants a gradient."""
-        return self.filled(*shape, scale=scale).requires_grad_()
-
-    def filled(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """Return a tensor of seeded normal numbers, copied from a pool: drawing them anew takes longer than the run."""
+        """Return seeded normal numbers that want a gradient, copied from a pool: drawing takes longer than a run."""
         made = torch.empty(shape, dtype=self.dtype, device=self.device)
         flat, filled = made.view(-1), 0
         while filled < flat.numel():
             count = min(flat.numel() - filled, POOL_ELEMENTS - self._drawn)
             torch.mul(self._pool[self._drawn : self._drawn + count], scale, out=flat[filled : filled + count])
             filled, self._drawn = filled + count, (self._drawn + count) % POOL_ELEMENTS
-        return made
+        return made.requires_grad_()
 
     def flush(self) -> None:
         """Displace what the caches hold; on CUDA for long enough that the launches of the next run hide behind it."""
-        with self._busy():
-            for _ in range(self._writes):
-                self._flush.zero_()
-
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
         began = time.perf_counter()
-        yield
+        for _ in range(self._writes):
+            self._flush.zero_()
         self.busy_s += time.perf_counter() - began
 
     def warm_up(self, seconds: float) -> None:
@@ -105,13 +89,7 @@ class TorchBackend:
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline:
             self.flush()
-            if self.kind == "cuda":
-                with self._busy():
-                    torch.cuda.synchronize()
-
-    def elapsed_us(self, run: Callable[[], Any]) -> float:
-        """Return the time of one run, whose result is freed after the clock stopped."""
-        return self.timed(run)[0]
+            self.timed(lambda: None)  # Waits for a GPU.
 
     def timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
         """Return the time of one run and its result: events on CUDA, the performance counter on CPU.
@@ -154,11 +132,6 @@ class TorchBackend:
         told = re.search(r"^MemAvailable:\s*(\d+) kB$", read_text("/proc/meminfo"), re.MULTILINE)
         return int(told[1]) * 1024 if told else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
-    def release(self) -> None:
-        """Give cached memory back after a case."""
-        if self.kind == "cuda":
-            torch.cuda.empty_cache()
-
     def readings(self) -> dict[str, float]:
         """Return clock, temperature, power and throttle reasons of the device as numbers, as far as it tells them."""
         if self.kind != "cuda":
@@ -183,17 +156,17 @@ class TorchBackend:
         """Name the longest device kernels of one run and their number; no names where torch's profiler cannot tell."""
         from torch.profiler import ProfilerActivity, profile
 
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Its notices would break a progress bar.
         try:
-            with _quiet_stderr():
-                trace = profile(activities=[ProfilerActivity.CUDA])
-                trace.start()
+            trace = profile(activities=[ProfilerActivity.CUDA])
+            trace.start()
         except (RuntimeError, AssertionError):
             return "", 0.0, None
         names: list[str] = []
         try:
             elapsed, kept = self.timed(run)
         finally:
-            with _quiet_stderr(), contextlib.suppress(RuntimeError, AttributeError):
+            with contextlib.suppress(RuntimeError, AttributeError):
                 trace.stop()
                 events = [event for event in trace.key_averages() if "CUDA" in str(event.device_type)]
                 events.sort(key=lambda event: -event.self_device_time_total)
@@ -208,9 +181,9 @@ def _keep_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such switch
         tune = ctypes.CDLL(None).mallopt
-        tune(M_MMAP_MAX, 0)
-        tune(M_TRIM_THRESHOLD, 2**31 - 1)
-        tune(M_TOP_PAD, FLUSH_BYTES["cpu"])
+        # M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h
+        for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-2, FLUSH_BYTES["cpu"])):
+            tune(parameter, value)
 
 
 def _native_dtype(kind: str) -> str:
@@ -229,17 +202,3 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    # The profiler's library writes notices to file descriptor 2, in the middle of a progress bar.
-    sys.stderr.flush()
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)

@@ -1,8 +1,7 @@
 """What a device is, as facts that decide times, and how far two devices agree.
 
-The marketing name is information only: a card is known by vendor, architecture, units, memory, interconnect and
-ranks per node, so that another wording of the same name never hides a profile, and the same wording never vouches
-for different silicon.
+The marketing name is information only: another wording of it never hides a profile, and the same wording never vouches
+for different silicon. A fact is empty or 0 where nobody tells it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import platform
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ SIZES = {"memory_gib": "GiB", "l2_mib": "MiB"}
 
 @dataclass(frozen=True)
 class DeviceFingerprint:
-    """Hold the facts of a device that decide its times; unknown ones are 0 or empty."""
+    """Hold the facts of a device that decide its times."""
 
     kind: str
     """``cpu`` or ``cuda``."""
@@ -104,23 +103,17 @@ def compare_fingerprints(wanted: DeviceFingerprint, found: DeviceFingerprint) ->
     """Compare two devices; hardware decides, a name alone never does."""
     reasons: dict[str, list[str]] = {FAR: [], NEAR: [], NONE: []}
     for name, (differs, unknown) in RULES.items():
-        ours, theirs = getattr(wanted, name), getattr(found, name)
-        known = bool(ours and theirs)
-        if known and name in SIZES and abs(ours - theirs) <= TOLERANCE * max(ours, theirs):
-            differs = NEAR
+        ours, theirs, unit = getattr(wanted, name), getattr(found, name), SIZES.get(name, "")
+        close = unit and abs(ours - theirs) <= TOLERANCE * max(ours, theirs)
         if ours != theirs:
-            reasons[differs if known else unknown].append(_difference(name, ours, theirs))
+            expected, seen = (f"{value} {unit}".rstrip() if value else "unknown" for value in (ours, theirs))
+            level = unknown if "unknown" in (expected, seen) else NEAR if close else differs
+            reasons[level].append(f"{name.rpartition('_')[0] if unit else name} is {seen}, expected {expected}")
     for key in sorted(wanted.software.keys() | found.software.keys()):
-        before, now = (one.software.get(key, "absent") for one in (wanted, found))
-        if before != now:
-            reasons[NEAR].append(_difference(key, before, now))
+        expected, seen = (one.software.get(key, "absent") for one in (wanted, found))
+        if expected != seen:
+            reasons[NEAR].append(f"{key} is {seen}, expected {expected}")
     return Match(next((level for level in (FAR, NEAR) if reasons[level]), NONE), (*reasons[FAR], *reasons[NEAR]))
-
-
-def _difference(name: str, wanted: object, found: object) -> str:
-    unit = f" {SIZES[name]}" if name in SIZES else ""
-    expected, seen = (f"{value}{unit}" if value else "unknown" for value in (wanted, found))
-    return f"{name.rpartition('_')[0] if unit else name} is {seen}, expected {expected}"
 
 
 def fingerprint_device(device: str | None = None) -> DeviceFingerprint:
@@ -133,8 +126,11 @@ def fingerprint_device(device: str | None = None) -> DeviceFingerprint:
     # torch takes seconds to import: without a driver there is nothing to ask it. Only Linux has these files.
     drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidia")
     asked = device == "cuda" or platform.system() != "Linux" or any(Path(path).exists() for path in drivers)
-    if device != "cpu" and asked and _cuda_visible():
-        return _fingerprint_cuda()
+    if device != "cpu" and asked:
+        import torch
+
+        if torch.cuda.is_available():
+            return _fingerprint_cuda()
     if device == "cuda":
         raise RoutePackError(
             "Device cuda was asked for, but torch sees no CUDA device here. Run on a GPU node with a CUDA build of "
@@ -143,21 +139,13 @@ def fingerprint_device(device: str | None = None) -> DeviceFingerprint:
     return _fingerprint_cpu()
 
 
-def _cuda_visible() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _fingerprint_cuda() -> DeviceFingerprint:
     import torch
 
-    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
-    amd = torch.version.hip is not None
+    facts, amd = torch.cuda.get_device_properties(torch.cuda.current_device()), torch.version.hip is not None
     uuid = f"GPU-{facts.uuid}"
     driver = driver_facts(uuid)
-    runtime = str(torch.version.hip if amd else torch.version.cuda)
-    software = {"torch": str(torch.__version__), "cuda": runtime, "driver": driver["driver"]}
+    runtime = {"cuda": str(torch.version.hip if amd else torch.version.cuda), "driver": driver["driver"]}
     return DeviceFingerprint(
         kind="cuda",
         vendor="amd" if amd else "nvidia",
@@ -167,7 +155,7 @@ def _fingerprint_cuda() -> DeviceFingerprint:
         memory_gib=round(facts.total_memory / GIB),
         interconnect=nvlink_total(uuid),
         ranks_per_node=torch.cuda.device_count(),
-        software=software | kernel_packages(),
+        software={"torch": str(torch.__version__), **runtime, **_versions(*KERNEL_PACKAGES)},
         l2_mib=round(facts.L2_cache_size / 2**20),
         pcie=driver["pcie"],
         network=network_cards(),
@@ -176,9 +164,6 @@ def _fingerprint_cuda() -> DeviceFingerprint:
 
 
 def _fingerprint_cpu() -> DeviceFingerprint:
-    software = {"system": platform.system()}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        software["torch"] = importlib.metadata.version("torch")
     machine = platform.machine()
     told = dict(re.findall(r"^(vendor_id|model name)\s*:\s*(.+)$", read_text("/proc/cpuinfo"), re.MULTILINE))
     return DeviceFingerprint(
@@ -190,9 +175,18 @@ def _fingerprint_cpu() -> DeviceFingerprint:
         memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB),
         interconnect="",
         ranks_per_node=1,
-        software=software,
+        software={"system": platform.system(), **_versions("torch")},
         network=network_cards(),
     )
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    """Return the versions of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def read_text(path: Path | str) -> str:
@@ -229,24 +223,18 @@ def nvlink_total(uuid: str) -> str:
 
 def network_cards(system: Path = Path("/sys")) -> str:
     """Return the rates of the active ports, ``8 x 400 Gb/s InfiniBand``; of Ethernet cards where no port has RDMA."""
-    found = Counter(_rdma_ports(system)) or Counter(_ethernet_ports(system))
-    ordered = sorted(found.items(), key=lambda item: (-item[0][0], item[0][1]))
-    return ", ".join(f"{count} x {rate:g} Gb/s {layer}" for (rate, layer), count in ordered)
-
-
-def _rdma_ports(system: Path) -> Iterator[tuple[float, str]]:
+    found: Counter[tuple[float, str]] = Counter()
     for port in system.glob("class/infiniband/*/ports/*"):
         rate = re.match(r"([\d.]+) Gb/sec", read_text(port / "rate"))
         if rate and "ACTIVE" in read_text(port / "state"):
-            yield float(rate[1]), read_text(port / "link_layer") or "InfiniBand"
-
-
-def _ethernet_ports(system: Path) -> Iterator[tuple[float, str]]:
-    for card in system.glob("class/net/*"):
+            found[float(rate[1]), read_text(port / "link_layer") or "InfiniBand"] += 1
+    for card in () if found else system.glob("class/net/*"):
         speed = read_text(card / "speed")
         # Bridges and virtual pairs have no device behind them; a port without a cable says -1.
         if (card / "device").exists() and speed.isdigit() and int(speed) > 0:
-            yield int(speed) / 1e3, "Ethernet"
+            found[int(speed) / 1e3, "Ethernet"] += 1
+    ordered = sorted(found.items(), key=lambda item: (-item[0][0], item[0][1]))
+    return ", ".join(f"{count} x {gbit:g} Gb/s {layer}" for (gbit, layer), count in ordered)
 
 
 def own_cores() -> set[int]:
@@ -268,12 +256,3 @@ def usable_cores() -> int:
     """Return the cores this process may use: its affinity, and the quota of its container."""
     cores, limit = len(own_cores()), cpu_limit()
     return max(1, min(cores, int(limit))) if limit else cores
-
-
-def kernel_packages() -> dict[str, str]:
-    """Return the versions of the installed packages that bring their own kernels."""
-    found = {}
-    for name in KERNEL_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

@@ -3,9 +3,9 @@
 NVML answers for NVIDIA GPUs through its Python binding (the ``nvidia`` extra); a CPU tells its clock where the kernel
 does. A reading that is not offered is absent, never 0.
 
-Legend: ``clock_mhz`` (streaming multiprocessors, or the mean of the cores), ``memory_clock_mhz``, ``temperature_c``,
-``power_w``, ``power_limit_w``, ``slowed_by`` (NVML's bit mask of the reasons why clocks are held down). A *job* is this
-process, or all workers that one launcher started on this node: they measure together, so none is foreign to another.
+Legend: ``clock_mhz`` (streaming multiprocessors, or the mean of the cores), ``slowed_by`` (NVML's bit mask of the
+reasons why clocks are held down). A *job* is this process, or all workers that one launcher started on this node: they
+measure together, so none is foreign to another.
 """
 
 from __future__ import annotations
@@ -18,15 +18,6 @@ from typing import NamedTuple
 
 from profiler.device.fingerprint import own_cores, read_text
 
-FAULTS = {
-    0x008: "a hardware slowdown",
-    0x020: "its temperature (software)",
-    0x040: "its temperature (hardware)",
-    0x080: "the power brake",
-}
-"""Bits of ``slowed_by`` that no setting asked for: cooling or power supply fail the card."""
-SLOWDOWNS = {0x004: "the power cap", **FAULTS}
-"""Those that cost time; idle, application clocks and display clocks are no faults."""
 BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
 """user, nice, system, irq, softirq and what a hypervisor took, of a line of ``/proc/stat``."""
 
@@ -34,33 +25,19 @@ BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
 def read_gpu(uuid: str) -> dict[str, float]:
     """Return the readings of the NVIDIA GPU with this UUID; empty where NVML or its Python binding is missing."""
     try:
-        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import pynvml as nvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         return {}
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-    except pynvml.NVMLError:
-        return {}
-    asked: dict[str, tuple[str, tuple[int, ...], float]] = {
-        "clock_mhz": ("nvmlDeviceGetClockInfo", (1,), 1.0),  # NVML_CLOCK_SM
-        "memory_clock_mhz": ("nvmlDeviceGetClockInfo", (2,), 1.0),  # NVML_CLOCK_MEM
-        "temperature_c": ("nvmlDeviceGetTemperature", (0,), 1.0),  # NVML_TEMPERATURE_GPU
-        "power_w": ("nvmlDeviceGetPowerUsage", (), 1e3),
-        "power_limit_w": ("nvmlDeviceGetEnforcedPowerLimit", (), 1e3),
-        "slowed_by": ("nvmlDeviceGetCurrentClocksThrottleReasons", (), 1.0),
-    }
     found = {}
-    for name, (function, arguments, unit) in asked.items():
-        # One reading that this card or a tenant may not have hides no other; a name that a binding dropped neither.
-        with contextlib.suppress(pynvml.NVMLError, AttributeError):
-            found[name] = float(getattr(pynvml, function)(handle, *arguments)) / unit
+    with contextlib.suppress(nvml.NVMLError):
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+        asked = {"clock_mhz": ("ClockInfo", nvml.NVML_CLOCK_SM), "slowed_by": ("CurrentClocksThrottleReasons",)}
+        for name, (function, *arguments) in asked.items():
+            # One reading that this card or a tenant may not have hides no other; a name that a binding dropped neither.
+            with contextlib.suppress(nvml.NVMLError, AttributeError):
+                found[name] = float(getattr(nvml, f"nvmlDeviceGet{function}")(handle, *arguments))
     return found
-
-
-def slowdowns(mask: float) -> list[str]:
-    """Return the reasons of a ``slowed_by`` that cost time, in words."""
-    return [reason for bit, reason in SLOWDOWNS.items() if int(mask) & bit]
 
 
 def read_cpu() -> dict[str, float]:

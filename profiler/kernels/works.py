@@ -6,7 +6,6 @@ Libraries run on CUDA in 16-bit types: flash-attn 2, flash-linear-attention, Tra
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -35,47 +34,41 @@ class Work(NamedTuple):
 
 
 class Library(NamedTuple):
-    """One operation in a CUDA library's way."""
+    """One operation in a CUDA library's way, for 16-bit types."""
 
     name: str
-    module: str
-    function: str
-    build: Callable[[Any, Case, TorchBackend], Run]
-    """From the library's function to a run; nothing here is timed."""
+    build: Callable[[Case, TorchBackend], Run]
+    """ImportError where the library is not installed."""
     fits: Callable[[Mapping[str, int]], bool] = lambda features: True
 
-    def found(self, case: Case, backend: TorchBackend) -> Any:
-        """Return the library's function where it is installed and can run the case, else None."""
-        is_16_bit = (case.dtype or backend.dtype_name) in ("bfloat16", "float16")
-        if backend.kind != "cuda" or not is_16_bit or not self.fits(case.features):
-            return None
-        try:
-            return getattr(importlib.import_module(self.module), self.function, None)
-        except (ImportError, OSError, RuntimeError):  # absent, or built for another torch or driver
-            return None
+
+def _flash_attention(case: Case, backend: TorchBackend) -> Run:
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    return attention_work(case, backend, packed_core(flash_attn_varlen_func, case, backend, (-1, -1), causal=True))
 
 
-def _flash_attention(attend: Any, case: Case, backend: TorchBackend) -> Run:
-    return attention_work(case, backend, packed_core(attend, case, backend, (-1, -1), causal=True))
+def _delta_rule(case: Case, backend: TorchBackend) -> Run:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 
-
-def _delta_rule(attend: Any, case: Case, backend: TorchBackend) -> Run:
     starts = torch.tensor((0, *filled(case.parts)), device=backend.device).cumsum(0)
 
     def core(*inputs: torch.Tensor) -> torch.Tensor:
         # A batch of one, whose sequences are packed.
         query, key, value, decay, write = (tensor[None] for tensor in inputs)
-        output: torch.Tensor = attend(query, key, value, g=decay, beta=write, cu_seqlens=starts)[0]
+        output: torch.Tensor = chunk_gated_delta_rule(query, key, value, g=decay, beta=write, cu_seqlens=starts)[0]
         return output[0]
 
     return linear_attention_work(case, backend, core)
 
 
-def _grouped_linear(layer: Any, case: Case, backend: TorchBackend) -> Run:
+def _grouped_linear(case: Case, backend: TorchBackend) -> Run:
+    from transformer_engine.pytorch import GroupedLinear  # type: ignore[import-not-found]
+
     f = case.features
     hidden, inter, experts, splits = f["hidden_size"], f["inter_size"], f["local_experts"], list(case.parts)
     facts: dict[str, Any] = {"bias": False, "params_dtype": backend.dtype, "device": backend.device}
-    gate_up, down = layer(experts, hidden, 2 * inter, **facts), layer(experts, inter, hidden, **facts)
+    gate_up, down = GroupedLinear(experts, hidden, 2 * inter, **facts), GroupedLinear(experts, inter, hidden, **facts)
     rows_RH = backend.tensor(f["rows"], hidden)
 
     def run() -> torch.Tensor:
@@ -94,20 +87,12 @@ WORKS: dict[str, Callable[[Case, TorchBackend], Run]] = {
     "experts": experts_work,
 }
 """Torch's own, which take every case."""
-LOOPS = ("linear_attention",)
-"""Those that are a Python loop of small kernels, of which CUDA would only time the launches."""
 LIBRARIES = {
     # 256 is its widest head.
-    "attention": Library(
-        "flash-attn", "flash_attn", "flash_attn_varlen_func", _flash_attention, lambda f: f["qk_head_dim"] <= 256
-    ),
-    "linear_attention": Library(
-        "flash-linear-attention", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _delta_rule
-    ),
+    "attention": Library("flash-attn", _flash_attention, lambda f: f["qk_head_dim"] <= 256),
+    "linear_attention": Library("flash-linear-attention", _delta_rule),
     # A rank without any row crashed versions of it: torch's own times that floor.
-    "experts": Library(
-        "transformer-engine", "transformer_engine.pytorch", "GroupedLinear", _grouped_linear, lambda f: f["rows"] > 0
-    ),
+    "experts": Library("transformer-engine", _grouped_linear, lambda f: f["rows"] > 0),
 }
 
 
@@ -117,23 +102,24 @@ def make_work(case: Case, backend: TorchBackend) -> Work:
     A library's kernel runs it once, there and back, before it is trusted: what it raises is a warning, and torch's own
     is taken. NotImplementedError if that is a Python loop, on CUDA.
     """
-    library = LIBRARIES.get(case.op)
-    function = library.found(case, backend) if library else None
-    if library and function:
+    library, on_gpu = LIBRARIES.get(case.op), backend.kind == "cuda"
+    is_16_bit = (case.dtype or backend.dtype_name) in ("bfloat16", "float16")
+    if library and on_gpu and is_16_bit and library.fits(case.features):
         try:
-            work = Work(*library.build(function, case, backend), library.name, keeps_graph=False)
+            work = Work(*library.build(case, backend), library.name, keeps_graph=False)
             output = work.run()
             torch.autograd.grad(output, work.inputs, torch.ones_like(output))
             return work
+        except ImportError:
+            pass
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any: libraries raise their own kinds, and torch's own follows
+            why = f"{type(error).__name__}: {error}"
             warnings.warn(
-                f"{library.name} cannot run {case.op} here ({type(error).__name__}: {error}); torch's own kernel is "
-                "timed instead.",
-                stacklevel=2,
+                f"{library.name} cannot run {case.op} here ({why}); torch's own kernel is timed instead.", stacklevel=2
             )
-    if library and case.op in LOOPS and backend.kind == "cuda" and not backend.times_loops:
+    if library and case.op == "linear_attention" and on_gpu and not backend.times_loops:
         raise NotImplementedError(
             f"{case.op} on cuda needs {library.name}: torch's own is a Python loop, whose launches would be timed "
             "instead of the work. Install it, or set profile.time_loops."

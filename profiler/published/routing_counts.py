@@ -10,12 +10,39 @@ Shape suffixes: M draws, E experts, P EP ranks.
 
 from __future__ import annotations
 
+import re
+from functools import cache
+
 import numpy as np
 
 from profiler.cases.case import padded_rows
+from profiler.errors import RoutePackError
 
 DRAWS = 48
 """Draws per distribution: the mean load of rank 0 is then known to about 1 %, less than the tables' own noise."""
+KEY_SEED = 20260812
+"""Seed of the expected counts of random routings: a constant of the importer, so that every import agrees."""
+
+
+def rank_zero_rows(tokens: int, experts: int, top_k: int, ep_size: int, distribution: str) -> tuple[int, ...]:
+    """Return the row features (``EXPERT_ROWS``) of EP rank 0 for one line of a table."""
+    counts = _global_counts(tokens, experts, top_k, distribution)
+    return local_features(
+        counts[: experts // ep_size] if counts.ndim == 1 else hottest_rank_counts(counts, ep_size, tokens)
+    )
+
+
+@cache
+def _global_counts(tokens: int, experts: int, top_k: int, distribution: str) -> np.ndarray:
+    if distribution == "balanced":
+        return balanced_counts(tokens, experts, top_k)
+    exponent = re.fullmatch(r"power_law_(\d+(?:\.\d+)?)", distribution)
+    if exponent is None or float(exponent[1]) == 1:
+        raise RoutePackError(f"Unknown distribution {distribution!r} in moe_perf: expected balanced or power_law_<a>.")
+    alpha = float(exponent[1])
+    # One generator per routing: a row's features do not depend on which other rows the table holds.
+    rng = np.random.default_rng([KEY_SEED, tokens, experts, top_k, round(alpha * 1000)])
+    return power_law_counts(tokens, experts, top_k, alpha, rng)
 
 
 def balanced_counts(num_tokens: int, num_experts: int, top_k: int) -> np.ndarray:
@@ -29,13 +56,13 @@ def balanced_counts(num_tokens: int, num_experts: int, top_k: int) -> np.ndarray
 
 
 def power_law_counts(
-    num_tokens: int, num_experts: int, top_k: int, alpha: float, rng: np.random.Generator, draws: int = DRAWS
+    num_tokens: int, num_experts: int, top_k: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
     """Return [M, E] int64 rows per expert, each row summing to ``num_tokens * top_k``, before the rank swap."""
     target = num_tokens * top_k
     low, high = (1.0, num_tokens * 0.8) if target > num_experts else (0.01, 2.0)
     power = 1.0 - alpha
-    uniform = rng.random((draws, num_experts))
+    uniform = rng.random((DRAWS, num_experts))
     weight = ((high**power - low**power) * uniform + low**power) ** (1.0 / power)
     counts = np.rint(weight / weight.sum(axis=1, keepdims=True) * target).astype(np.int64)
     return _match_sum(counts, target)
@@ -77,14 +104,8 @@ def hottest_rank_counts(counts_ME: np.ndarray, ep_size: int, num_tokens: int) ->
     return counts[:, : counts.shape[1] // ep_size]
 
 
-def local_features(counts: np.ndarray) -> tuple[int, int, int, int]:
+def local_features(counts: np.ndarray) -> tuple[int, ...]:
     """Return rounded means over draws of (rows, active experts, padded rows, hottest expert's rows); [M, e] or [e]."""
     counts = np.atleast_2d(counts)
-    means = (
-        counts.sum(axis=1).mean(),
-        (counts > 0).sum(axis=1).mean(),
-        padded_rows(counts).sum(axis=1).mean(),
-        counts.max(axis=1).mean(),
-    )
-    rows, active, padded, hottest = (int(np.rint(value)) for value in means)
-    return rows, active, padded, hottest
+    each = (counts.sum(axis=1), (counts > 0).sum(axis=1), padded_rows(counts).sum(axis=1), counts.max(axis=1))
+    return tuple(int(np.rint(values.mean())) for values in each)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from profiler.cases.case import Case
 from profiler.cases.doubt import doubtful_cases
@@ -63,10 +65,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Move:
-    """What one rank does in a round, whether the content that came is right, and who takes part."""
+    """What one rank does in a round, and who takes part."""
 
     run: Callable[[], Any]
-    is_right: Callable[[], bool]
     active: tuple[int, ...]
     kernel: str
 
@@ -75,26 +76,16 @@ class Move:
 class Round:
     """One round as all ranks saw it."""
 
-    times_us: tuple[float, ...]
-    """Of the ranks that took part, in order."""
+    time_us: float
+    """The slowest rank's."""
+    slowest: int
     skew_us: float
+    limit_us: float
+    """How far apart ranks may begin."""
     latest: int
     """Rank that began last."""
     spent_s: float
     """Time since the case began, by rank 0's clock."""
-
-    @property
-    def time_us(self) -> float:
-        """The slowest rank's."""
-        return max(self.times_us)
-
-    def is_fair(self, kind: str) -> bool:
-        """Whether all began close enough together."""
-        return self.skew_us <= self.limit_us(kind)
-
-    def limit_us(self, kind: str) -> float:
-        """Return how far apart ranks may begin."""
-        return max(SKEW_US[kind], SKEW_SHARE * self.time_us)
 
 
 def measure_links(stage: Stage, sizes: list[int]) -> dict[str, float]:
@@ -119,56 +110,35 @@ def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: O
     observer.start(WHAT, len(cases))
     try:
         for case in cases:
-            rows = _known(case, journal)
-            known = all(row and (row["status"] == "ok" or not stage.params.retry_failed) for row in rows)
-            if not known:
-                rows = [time_exchange(stage, case, way) for way in _ways(case)]
-                with stage.ranks.together():
-                    journal.add(rows=rows)
-            observer.advance(WHAT, "done before" if known else _message(rows[0]))
+            if journal.is_done(case, DTYPE, stage.params):
+                observer.advance(WHAT, "done before")
+                continue
+            rows = [time_exchange(stage, case, way) for way in case.directions]
+            with stage.ranks.together():
+                journal.add(rows=rows)
+            told = f"{rows[0]['time_us'] / 1e3:.2f} ms" if rows[0]["status"] == "ok" else rows[0]["status"]
+            observer.advance(WHAT, f"{case.op} {case.features['bytes']} bytes: {told}")
     finally:
         observer.finish(WHAT)
     for look in range(2, MAX_LOOKS + 1):
         doubts = doubtful_cases(journal.rows.values())
         for case in cases:
-            first = _known(case, journal)
+            first = journal.known(case, DTYPE)
             if any(row["case_id"] in doubts and row.get("looks", 1) < look for row in first):
-                rows = [time_exchange(stage, case, way) for way in _ways(case)]
+                rows = [time_exchange(stage, case, way) for way in case.directions]
                 both = [both_looks(*looks, stage.backend.kind) for looks in zip(first, rows, strict=True)]
                 with stage.ranks.together():
                     journal.add(rows=[row | {"looks": look} for row in both])
 
 
-def _ways(case: Case) -> tuple[str, ...]:
-    # An expert moves once; an exchange has its reverse in the backward pass.
-    return DIRECTIONS[:1] if case.op == "transfer" else DIRECTIONS
-
-
-def _known(case: Case, journal: Journal) -> list[dict[str, Any]]:
-    """Return the rows of a case, empty ones where it was not timed yet."""
-    return [journal.rows.get(case.case_id(way, DTYPE), {}) for way in _ways(case)]
-
-
-def _message(row: dict[str, Any]) -> str:
-    told = f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"]
-    return f"{row['op']} {row['bytes']} bytes: {told}"
-
-
 def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
     """Return one row, the same on every rank."""
-    row: dict[str, Any] = {"case_id": case.case_id(direction, DTYPE), "op": case.op, "direction": direction}
-    row |= {"source": "measured", "dtype": DTYPE, "pattern": case.pattern, **case.features}
+    row = case.row(direction, DTYPE)
     move, failure = _agreed_move(stage, case, direction)
     if move is None:
         return row | failure
-    rounds = _rounds(stage, move)
-    right = False
-    with stage.ranks.together():
-        right = move.is_right()
-    found = {"status": "failed", "message": "The bytes that came are not those that were sent."}
-    if all(stage.ranks.gather(right)):
-        found = summary(stage, case, rounds, move)
-    stage.backend.release()
+    found = summary(stage, case, _rounds(stage, move))
+    torch.cuda.empty_cache()
     return row | {"kernel": move.kernel} | found
 
 
@@ -185,14 +155,11 @@ def _agreed_move(stage: Stage, case: Case, direction: str) -> tuple[Move | None,
     if failure is None:
         return move, {}
     del move
-    stage.backend.release()
+    torch.cuda.empty_cache()
     return None, failure
 
 
 def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
-    import torch
-    import torch.distributed as dist
-
     size = case.features.get("ranks", stage.ranks.size)
     own, device = stage.ranks.rank % size, stage.backend.device
     active, kernel = tuple(range(stage.ranks.size)), "all_to_all_single"
@@ -204,8 +171,7 @@ def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
         bytes_GG = np.array(case.parts, dtype=np.int64).reshape(size, size)
         bytes_GG = bytes_GG.T if direction == "backward" else bytes_GG
     to_each, from_each = bytes_GG[own].tolist(), bytes_GG[:, own].tolist()
-    sent = torch.full((sum(to_each),), own % 256, dtype=torch.uint8, device=device)
-    received = torch.full((sum(from_each),), 255, dtype=torch.uint8, device=device)
+    sent, received = (torch.zeros(sum(each), dtype=torch.uint8, device=device) for each in (to_each, from_each))
 
     def run() -> None:
         if case.op == "alltoall":
@@ -215,15 +181,8 @@ def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
         else:
             dist.recv(received, src=active[0], group=group)
 
-    def is_right() -> bool:
-        """Look at the first and the last byte from every sender."""
-        ends = np.cumsum(from_each)
-        edges = [(sender, end) for sender, end in enumerate(ends.tolist()) if from_each[sender]]
-        picked = [position for sender, end in edges for position in (end - from_each[sender], end - 1)]
-        return bool(received[picked].tolist() == [sender % 256 for sender, _ in edges for _ in range(2)])
-
     transport = "nccl" if stage.backend.kind == "cuda" else "gloo"
-    return Move(run, is_right, active, f"{transport} {kernel}")
+    return Move(run, active, f"{transport} {kernel}")
 
 
 def _rounds(stage: Stage, move: Move) -> list[Round]:
@@ -242,7 +201,7 @@ def _rounds(stage: Stage, move: Move) -> list[Round]:
         if fair >= params.min_repeats and rounds[-1].spent_s > budget_s:
             break
         rounds.append(time_round(stage, move, offsets, began))
-        fair += rounds[-1].is_fair(stage.backend.kind)
+        fair += rounds[-1].skew_us <= rounds[-1].limit_us
     return rounds
 
 
@@ -259,61 +218,51 @@ def time_round(stage: Stage, move: Move, offsets: list[float], began: float) -> 
             if on_gpu:
                 # Nothing waits between this flush and the run, so that the run's launches hide behind it.
                 backend.flush()
-                _device_barrier(stage)
+                # In the device's own order: what the hosts' barrier leaves of a skew is over before the first event.
+                dist.all_reduce(torch.zeros(1, device=backend.device), group=ranks.group(ranks.size))
             started = time.perf_counter()
             if ranks.rank in move.active:
-                elapsed_us = backend.elapsed_us(move.run)
+                elapsed_us = backend.timed(move.run)[0]
         except Exception as error:
             reason = f"An exchange broke off on rank {ranks.rank}: {first_line(error)}."
             raise RoutePackError(f"{reason} Run the same command again: it continues.") from error
-    seen = ranks.gather_numbers([started, elapsed_us, time.perf_counter() - began])
+    seen = ranks.gather([started, elapsed_us, time.perf_counter() - began])
     starts = {rank: seen[rank][0] - offsets[rank] for rank in move.active}
     latest = max(starts, key=lambda rank: starts[rank])
     skew_us = (starts[latest] - min(starts.values())) * 1e6
-    return Round(tuple(seen[rank][1] for rank in move.active), skew_us, latest, seen[0][2])
+    slowest = max(move.active, key=lambda rank: seen[rank][1])
+    limit_us = max(SKEW_US[backend.kind], SKEW_SHARE * seen[slowest][1])
+    return Round(seen[slowest][1], slowest, skew_us, limit_us, latest, seen[0][2])
 
 
-def _device_barrier(stage: Stage) -> None:
-    # In the device's own order: what the hosts' barrier leaves of a skew is over before the first event.
-    import torch
-    import torch.distributed as dist
-
-    dist.all_reduce(torch.zeros(1, device=stage.backend.device), group=stage.ranks.group(stage.ranks.size))
-
-
-def summary(stage: Stage, case: Case, rounds: list[Round], move: Move) -> dict[str, Any]:
+def summary(stage: Stage, case: Case, rounds: list[Round]) -> dict[str, Any]:
     """Return status, times and skew of one case from its rounds."""
-    kind = stage.backend.kind
-    kept = [one for one in rounds if one.is_fair(kind)]
+    kept = [one for one in rounds if one.skew_us <= one.limit_us]
     worst = max(rounds, key=lambda one: one.skew_us)
     late = (
         f"{len(rounds) - len(kept)} of {len(rounds)} rounds dropped: rank {worst.latest} began up to "
-        f"{worst.skew_us:.0f} us late (limit {worst.limit_us(kind):.0f})"
+        f"{worst.skew_us:.0f} us late (limit {worst.limit_us:.0f})"
     )
     if len(kept) < stage.params.min_repeats:
-        skew = statistics.median(one.skew_us for one in rounds)
-        return {"status": "failed", "message": late, "skew_us": skew, "rank": worst.latest}
-    times = times_of([one.time_us for one in kept])
-    slowest = statistics.mode(move.active[int(np.argmax(one.times_us))] for one in kept)
-    skew = statistics.median(one.skew_us for one in kept)
-    found: dict[str, Any] = {"skew_us": skew, "rank": slowest}
-    impossible = above_link(stage, case, times["time_us"])
-    if impossible:
+        skew_us = statistics.median(one.skew_us for one in rounds)
+        return {"status": "failed", "message": late, "skew_us": skew_us, "rank": worst.latest}
+    times, skew_us = times_of([one.time_us for one in kept]), statistics.median(one.skew_us for one in kept)
+    found = {"skew_us": skew_us, "rank": statistics.mode(one.slowest for one in kept)}
+    if impossible := above_link(stage, case, times["time_us"]):
         return found | {"status": "failed", "message": impossible}
     return found | {"status": "ok", "message": late if len(kept) < len(rounds) else "", **times}
 
 
 def above_link(stage: Stage, case: Case, time_us: float) -> str:
     """Return why a time cannot be true, where the rate of the links is known; else nothing."""
-    inside, between = link_rates(stage.fingerprint)
-    crossing, ranks = case.features["inter_bytes"], case.features.get("ranks", 2)
+    features, seconds = case.features, time_us * 1e-6
+    crossing, ranks = features["inter_bytes"], features.get("ranks", 2)
     # The busiest rank keeps its own share, at most 1 / ranks of an even split: what surely left it.
-    leaving = case.features["bytes"] * (ranks - 1) / ranks if case.pattern == "even" else 0
-    leaving = case.features["bytes"] if case.op == "transfer" else leaving
-    for moved, rate, what in ((leaving - crossing, inside, "inside a node"), (crossing, between, "between nodes")):
-        seen = moved / (time_us * 1e-6)
-        if rate and seen > LINK_SLACK * rate:
-            return f"{seen / 1e9:.0f} GB/s {what} cannot be: the links carry {rate / 1e9:.0f}."
+    share = 1.0 if case.op == "transfer" else (ranks - 1) / ranks if case.pattern == "even" else 0.0
+    moved = (share * features["bytes"] - crossing, crossing)
+    for rate, seen, what in zip(link_rates(stage.fingerprint), moved, ("inside a node", "between nodes"), strict=True):
+        if rate and seen > LINK_SLACK * rate * seconds:
+            return f"{seen / seconds / 1e9:.0f} GB/s {what} cannot be: the links carry {rate / 1e9:.0f}."
     return ""
 
 

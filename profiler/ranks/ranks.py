@@ -16,13 +16,13 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from profiler.errors import RoutePackError
 from profiler.files import canonical_json
-
-if TYPE_CHECKING:
-    import torch
 
 PATIENCE = timedelta(hours=6)
 """Ranks wait this long for one that times alone; a rank that dies is noticed at once."""
@@ -39,7 +39,7 @@ class Ranks:
     def __init__(self, device: str | None = None) -> None:
         given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
         missing = ", ".join(name for name in RANK_VARIABLES if name not in given)
-        if missing and "RANK" in given and "WORLD_SIZE" in given:
+        if missing and {"RANK", "WORLD_SIZE"} <= given.keys():
             raise RoutePackError(f"RANK and WORLD_SIZE are set, but not {missing}. Start the ranks through torchrun.")
         try:
             numbers = [0, 1, 0, 1] if missing else [int(given[name]) for name in RANK_VARIABLES]
@@ -54,9 +54,6 @@ class Ranks:
     def __enter__(self) -> Ranks:
         if self.size == 1:
             return self
-        import torch
-        import torch.distributed as dist
-
         if dist.is_initialized():
             raise RoutePackError(
                 "This process belongs to a torch.distributed job already. Profile in a process of its own: "
@@ -64,7 +61,14 @@ class Ranks:
             )
         on_gpu = self._wanted != "cpu" and torch.cuda.is_available()
         if on_gpu:
-            torch.cuda.set_device(_device_index(self.local_rank, torch.cuda.device_count()))
+            visible = torch.cuda.device_count()
+            if self.local_rank >= visible > 1:
+                raise RoutePackError(
+                    f"Rank {self.local_rank} of this node has no GPU: {visible} are visible. Start --nproc-per-node "
+                    f"{visible}."
+                )
+            # A launcher that shows every rank its own GPU alone shows it as number 0.
+            torch.cuda.set_device(self.local_rank if visible > 1 else 0)
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=JOIN_PATIENCE)
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -86,66 +90,43 @@ class Ranks:
         self._leave()
 
     def _leave(self) -> None:
-        import torch.distributed as dist
-
         # Closes the connections too, so that a rank that waits for this one stops waiting.
         if self.size > 1 and dist.is_initialized():
             self._control, self._groups = None, {}
             dist.destroy_process_group()
 
     def _check_nodes(self) -> None:
-        listed = self.gather([self.per_node, self.local_rank])
-        sizes = sorted({per_node for per_node, _ in listed})
-        if len(sizes) > 1 or self.size % sizes[0]:
-            raise RoutePackError(
-                f"Nodes run different numbers of ranks ({', '.join(map(str, sizes))} of {self.size} in all). Start the "
-                "same --nproc-per-node on every node."
-            )
-        for rank, (per_node, local) in enumerate(listed):
-            if local != rank % per_node:
+        for rank, (per_node, local) in enumerate(self.gather([self.per_node, self.local_rank])):
+            if per_node != self.per_node or local != rank % per_node or self.size % per_node:
                 raise RoutePackError(
-                    f"Rank {rank} is number {local} on its node, expected {rank % per_node}: ranks must be numbered "
-                    "node by node, as torchrun does."
+                    f"Rank {rank} of {self.size} is number {local} of {per_node} on its node: all nodes must run as "
+                    "many, numbered node by node. Start torchrun with the same --nproc-per-node on every node."
                 )
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.gather_numbers([])
+        if self.size > 1:
+            self._all_gather(torch.zeros(1))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON-ready values of all ranks, in order of rank, on every rank."""
         if self.size == 1:
             return [value]
         data = canonical_json(value).encode()
-        longest = max(size for (size,) in self.gather_numbers([len(data)]))
-        return [json.loads(part.numpy().tobytes()) for part in self._all_gather(_padded(data, int(longest)))]
+        longest = int(max(self._all_gather(torch.tensor([len(data)]))))
+        return [json.loads(part.numpy().tobytes()) for part in self._all_gather(_padded(data, longest))]
 
     def agree(self, value: Any) -> Any:
         """Return rank 0's JSON-ready value on every rank; the others' is ignored."""
         if self.size == 1:
             return value
-        import torch.distributed as dist
-
         data = canonical_json(value).encode() if self.rank == 0 else b""
-        sizes = self.gather_numbers([len(data)])
-        sent = _padded(data, int(sizes[0][0]))
+        sent = _padded(data, self.gather(len(data))[0])
         with self._lost():
             dist.broadcast(sent, src=0, group=self._control)
         return json.loads(sent.numpy().tobytes())
 
-    def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
-        """Return each rank's list of floats; all lists have one length."""
-        if self.size == 1:
-            return [numbers]
-        import torch
-
-        # One number more, for a tensor of nothing is no message and holds nobody.
-        return [part[1:].tolist() for part in self._all_gather(torch.tensor([0.0, *numbers], dtype=torch.float64))]
-
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        import torch
-        import torch.distributed as dist
-
         received = [torch.empty_like(tensor) for _ in range(self.size)]
         with self._lost():
             dist.all_gather(received, tensor, group=self._control)
@@ -165,12 +146,8 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Run a block; where it fails on one rank, stop on all.
 
-        The block talks to no other rank, or only inside an exchange whose process group bounds the wait.
-
-        Raises
-        ------
-        RoutePackError
-            On ranks whose own block went well, when another's failed: the message names it.
+        The block talks to no other rank, or only inside an exchange whose process group bounds the wait. Ranks whose
+        own block went well raise RoutePackError, which names the other.
         """
         try:
             yield
@@ -186,8 +163,6 @@ class Ranks:
 
     def group(self, size: int) -> Any:
         """Return the process group of this rank among ``size`` consecutive ranks, made at first use."""
-        import torch.distributed as dist
-
         if size not in self._groups:
             for first in range(0, self.size, size):
                 # Every rank takes part in making every group, its own or not.
@@ -202,48 +177,27 @@ class Ranks:
 
         Ranks of one node share a clock; between nodes the quickest of a few ping-pongs tells.
         """
-        own = 0.0
+        stamp, trips = torch.zeros(1, dtype=torch.float64), []
         for asked in range(self.per_node, self.size, self.per_node):
-            if self.rank in (0, asked):
-                own = min(self._ping_pong(asked) for _ in range(PING_PONGS))[1]
-        offsets = [offset for (offset,) in self.gather_numbers([own])]
+            for _ in range(PING_PONGS if self.rank in (0, asked) else 0):
+                with self._lost():
+                    if self.rank == 0:
+                        dist.recv(stamp, src=asked, group=self._control)
+                        stamp[0] = time.perf_counter()
+                        dist.send(stamp, dst=asked, group=self._control)
+                        continue
+                    sent = time.perf_counter()
+                    dist.send(stamp, dst=0, group=self._control)
+                    dist.recv(stamp, src=0, group=self._control)
+                    received = time.perf_counter()
+                trips.append((received - sent, (sent + received) / 2 - float(stamp[0])))
+        offsets = self.gather(min(trips, default=(0.0, 0.0))[1])
         return [offsets[rank - rank % self.per_node] for rank in range(self.size)]
-
-    def _ping_pong(self, asked: int) -> tuple[float, float]:
-        """Return how long a trip to rank 0 and back took, and by how much the rank that asks is ahead in its middle."""
-        import torch
-        import torch.distributed as dist
-
-        stamp = torch.zeros(1, dtype=torch.float64)
-        with self._lost():
-            if self.rank == 0:
-                dist.recv(stamp, src=asked, group=self._control)
-                stamp[0] = time.perf_counter()
-                dist.send(stamp, dst=asked, group=self._control)
-                return 0.0, 0.0
-            sent = time.perf_counter()
-            dist.send(stamp, dst=0, group=self._control)
-            dist.recv(stamp, src=0, group=self._control)
-            received = time.perf_counter()
-        return received - sent, (sent + received) / 2 - float(stamp[0])
 
 
 def _padded(data: bytes, size: int) -> torch.Tensor:
     # JSON does not mind blanks behind it.
-    import torch
-
     return torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
-
-
-def _device_index(local_rank: int, visible: int) -> int:
-    # A launcher that shows every rank its own GPU alone shows it as number 0.
-    if visible == 1:
-        return 0
-    if local_rank >= visible:
-        raise RoutePackError(
-            f"Rank {local_rank} of this node has no GPU: {visible} are visible. Start --nproc-per-node {visible}."
-        )
-    return local_rank
 
 
 def first_line(error: BaseException) -> str:

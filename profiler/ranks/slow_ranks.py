@@ -1,6 +1,6 @@
 """Are all ranks alike? The same few cases on every rank: identical cards differ by several percent, a bad one by more.
 
-Their times stay out of the measurements, where one device's cases count once; the journal keeps them.
+Their times stay out of the measurements, where one device's cases count once.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from profiler.cases.case import Case, forward_flops
-from profiler.cases.operations import DIRECTIONS
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
-from profiler.journal import Journal
 from profiler.ranks.collectives import Stage
 from profiler.ranks.ranks import Ranks
 from profiler.timer import time_case
@@ -35,26 +35,17 @@ def speed_cases(cases: Sequence[Case]) -> list[Case]:
     return chosen
 
 
-def time_speeds(stage: Stage, cases: Sequence[Case], journal: Journal) -> list[dict[str, float]]:
+def time_speeds(stage: Stage, cases: Sequence[Case]) -> list[dict[str, float]]:
     """Return every rank's times of the speed cases by row id; GPUs run at the same time, CPUs in turn."""
-    ranks, backend = stage.ranks, stage.backend
-    ids = {case.case_id(way, backend.dtype_name) for case in cases for way in DIRECTIONS}
-    known: list[dict[str, float]] = ranks.agree(journal.speeds)
-    # Compared only with what the others take now: one that lacks them makes all of them run again.
-    if len(known) == ranks.size and all(ids <= one.keys() for one in known):
-        return [{row_id: one[row_id] for row_id in ids} for one in known]
+    ranks, on_gpu = stage.ranks, stage.backend.kind == "cuda"
     best: dict[str, float] = {}
-    for _ in range(LAPS):
-        for turn in range(1 if backend.kind == "cuda" else ranks.size):
-            with ranks.together():
-                if backend.kind == "cuda" or turn == ranks.rank:
-                    for row in (row for case in cases for row in time_case(case, backend, stage.params)):
-                        if row["status"] == "ok":
-                            best[row["case_id"]] = min(row["time_us"], best.get(row["case_id"], float("inf")))
-    known = ranks.gather(best)
-    with ranks.together():
-        journal.add(speeds=known)
-    return known
+    for turn in range(LAPS if on_gpu else LAPS * ranks.size):
+        with ranks.together():
+            if on_gpu or turn % ranks.size == ranks.rank:
+                for row in (row for case in cases for row in time_case(case, stage.backend, stage.params)):
+                    if row["status"] == "ok":
+                        best[row["case_id"]] = min(row["time_us"], best.get(row["case_id"], float("inf")))
+    return ranks.gather(best)
 
 
 def relative_times(times: Sequence[dict[str, float]]) -> list[float]:
@@ -63,22 +54,6 @@ def relative_times(times: Sequence[dict[str, float]]) -> list[float]:
     # The lower of two middles, so that of two ranks the slower one is the odd one.
     middle = {row_id: statistics.median_low(one[row_id] for one in times) for row_id in shared}
     return [statistics.median(one[row_id] / middle[row_id] for row_id in shared) if shared else 1.0 for one in times]
-
-
-def describe_rank(ranks: Ranks, fingerprint: DeviceFingerprint) -> dict[str, Any]:
-    """Return what names this rank's device: host, device and, of a GPU, its number, UUID and PCI address."""
-    facts: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host, "node": ranks.rank // ranks.per_node}
-    facts |= {"device": fingerprint.name, "speed": 1.0}
-    if fingerprint.kind != "cuda":
-        return facts
-    import torch
-
-    index = torch.cuda.current_device()
-    card = torch.cuda.get_device_properties(index)
-    # Not every build of torch tells the address.
-    parts = [getattr(card, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
-    known = "{:04x}:{:02x}:{:02x}".format(*parts) if min(parts) >= 0 else ""
-    return facts | {"gpu": index, "uuid": str(card.uuid), "pci": known}
 
 
 def warn_of_slow_ranks(described: Sequence[dict[str, Any]]) -> None:
@@ -94,14 +69,16 @@ def warn_of_slow_ranks(described: Sequence[dict[str, Any]]) -> None:
 
 
 def check_alike(ranks: Ranks, fingerprint: DeviceFingerprint, question: str) -> list[dict[str, Any]]:
-    """Return who the ranks are, each with its ``fingerprint``, after seeing that all ask the same of like devices.
-
-    Raises
-    ------
-    RoutePackError
-        If a rank has another device, shares its GPU with another, or was started with other settings.
-    """
-    own = describe_rank(ranks, fingerprint) | {"fingerprint": fingerprint.to_dict(), "question": question}
+    """Return who the ranks are, each with its ``fingerprint``, after seeing that all ask the same of like devices."""
+    own: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host, "node": ranks.rank // ranks.per_node, "speed": 1.0}
+    own |= {"device": fingerprint.name, "fingerprint": fingerprint.to_dict(), "question": question}
+    if fingerprint.kind == "cuda":
+        index = torch.cuda.current_device()
+        card = torch.cuda.get_device_properties(index)
+        # Not every build of torch tells the address.
+        parts = [getattr(card, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+        known = "{:04x}:{:02x}:{:02x}".format(*parts) if min(parts) >= 0 else ""
+        own |= {"gpu": index, "uuid": str(card.uuid), "pci": known}
     listed = ranks.gather(own)
     first, wanted = listed[0], DeviceFingerprint.from_dict(listed[0]["fingerprint"])
     cards: dict[tuple[str, str], int] = {}

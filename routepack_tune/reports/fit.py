@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from costmodels import CostModel
-    from costmodels.learned.predictor import Predictor
+    from costmodels.learned.predictor import OperationModel
     from costmodels.learned.validation import HeldOut
     from profiler import Measurements
 
@@ -62,9 +62,8 @@ def colour_of(name: str, place: int = 0) -> str:
 
 def contestants(held_out: HeldOut) -> dict[str, np.ndarray]:
     """Return the predictions of every contestant that a validation holds, by name, the model last."""
-    found = {"baseline": held_out.baseline_us, "lightgbm_alone": held_out.alone_us, "curve": held_out.curve_us}
-    named = {contestant_label(key): predicted for key, predicted in found.items() if predicted is not None}
-    return named | {"model": held_out.model_us}
+    found = held_out.contestants()
+    return {contestant_label(key): us for key, us in found.items() if key not in ("trees", "smooth")}
 
 
 def error_lines(validation: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -108,7 +107,7 @@ def held_out_rows(model: CostModel, measurements: Sequence[Measurements]) -> dic
     for (name, direction), fitted in model.models.items():
         if (held_out := model.parity.get(f"{name}_{direction}")) is None:
             continue
-        operation, where = fitted.own.operation, {"op": name, "direction": direction, "status": "ok", "flag": ""}
+        operation, where = fitted.operation, {"op": name, "direction": direction, "status": "ok", "flag": ""}
         columns = ["time_us", *operation.features]
         parts = [pd.DataFrame(batch.select(**where).rows, columns=columns) for batch in measurements]
         rows = pd.concat(parts).astype(np.float64)
@@ -139,7 +138,7 @@ def errors_by_shape(rows: pd.DataFrame) -> pd.DataFrame:
     return errors_pct(rows).groupby("shape").mean().nlargest(MOST_SHAPES, "model")
 
 
-def gains(model: Predictor) -> dict[str, float]:
+def gains(model: OperationModel) -> dict[str, float]:
     """Return every tree input's share of the gain of all splits, in percent, the largest first; empty without trees.
 
     Of trees with linear leaves beside constant ones, the constant ones speak.
@@ -147,7 +146,7 @@ def gains(model: Predictor) -> dict[str, float]:
     import lightgbm
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-    trees = model.own.seen or model.own.unseen
+    trees = model.known.trees or model.unseen.trees
     if trees is None:
         return {}
     with threadpool_limits(1, user_api="openmp"):
@@ -171,7 +170,7 @@ def fit_pictures(model: CostModel, measurements: Sequence[Measurements]) -> dict
         parities = [partial(plot_parity, rows[label], colour_of(label, k)) for k, label in enumerate(rows)]
         figures[f"{name}-{direction}-parity"] = panels(2.6 * len(parities), 2.7, *parities, sharey=True)
         fitted = model.models[name, direction]
-        size = fitted.own.operation.features[fitted.own.operation.size[0]]
+        size = fitted.operation.features[fitted.operation.size[0]]
         errors = [partial(plot_errors_by_size, rows, size), partial(plot_errors_by_shape, rows)]
         if inputs := dict(list(gains(fitted).items())[:MOST_INPUTS]):
             errors.append(partial(plot_bars, inputs, "share of the trees' gain, %"))
@@ -250,7 +249,7 @@ def fit_page(model: CostModel, pictures: Mapping[str, Markup]) -> str:
 
 def _operation(model: CostModel, name: str, direction: str, pictures: Mapping[str, Markup]) -> list[Block]:
     fitted = model.models[name, direction]
-    said = f"{fitted.own.rows} rows fitted, {fitted.own.flagged_rows} left out by the consistency flags; priced by "
+    said = f"{fitted.rows} rows fitted, {fitted.flagged_rows} left out by the consistency flags; priced by "
     words = " ".join([f"{said}{KINDS.get(fitted.kind, fitted.kind)}.", *(f"{reason}." for reason in fitted.reasons)])
     return [words, *(pictures.get(f"{name}-{direction}-{kind}", "") for kind in ("parity", "errors"))]
 

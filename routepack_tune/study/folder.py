@@ -14,16 +14,17 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, file_hash, read_json, write_bytes, write_json
-from routepack_tune.bundle import COST_MODEL_FILE
+from routepack_tune.bundle import COST_MODEL_FILE, cost_model_header
+from routepack_tune.environment import environment
 
 if TYPE_CHECKING:
-    from costmodels import StepTables
+    from routepack_tune.config import Config
     from search import TuneTask
 
 STUDY_SCHEMA_VERSION = 1
@@ -52,13 +53,7 @@ def _is_ours(name: str) -> bool:
 
 @contextlib.contextmanager
 def locked_study(folder: Path) -> Iterator[None]:
-    """Hold a study's folder; a killed process lets go by itself.
-
-    Raises
-    ------
-    RoutePackError
-        If another process holds it, or it is a folder of something else.
-    """
+    """Hold a study's folder; a killed process lets go by itself."""
     from filelock import FileLock, Timeout
 
     if folder.exists() and not folder.is_dir():
@@ -79,13 +74,7 @@ def locked_study(folder: Path) -> Iterator[None]:
 
 
 def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
-    """Return what the folder's ``study.json`` holds, None where there is none.
-
-    Raises
-    ------
-    RoutePackError
-        If it is a study of other inputs; the message shows the difference.
-    """
+    """Return what the folder's ``study.json`` holds, None where there is none."""
     if not (folder / STUDY_FILE).is_file():
         return None
     known = read_study(folder)
@@ -113,46 +102,47 @@ def set_aside(folder: Path) -> None:
 
 
 def begin_study(
-    folder: Path, task: TuneTask, name: str, costmodel: Path, document: Mapping[str, Any]
+    folder: Path, task: TuneTask, name: str, settings: Config, files: Sequence[Path], costmodel: Path, storage: str
 ) -> dict[str, Any]:
-    """Write what a new study's folder must hold."""
+    """Write what a new study's folder must hold; return what ``study.json`` says."""
+    from routepack_tune.drift import stated_half_log
     from routepack_tune.steps.traces import save_step_batch
+    from routepack_tune.steps.workload import workload_statistics
 
-    tables: dict[str, StepTables] = {tables_file(cap, task.max_tokens): task.tables_of(cap) for cap in task.caps}
+    tables = {tables_file(cap, task.max_tokens): task.tables_of(cap) for cap in task.caps}
     for file, frozen in tables.items():
         frozen.save(folder / file)
     write_bytes(folder / COST_MODEL_FILE, (costmodel / COST_MODEL_FILE).read_bytes())
     save_step_batch(folder / RECHECK_FILE, task.batches[-1])
-    begun = {
+    header, steps = cost_model_header(costmodel), zip(task.names, files, task.batches, strict=True)
+    hashes = {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)}
+    document = {
         "schema_version": STUDY_SCHEMA_VERSION,
         "study_name": name,
         "state": "running",
         "signature": task.signature,
-        **document,
+        "config": settings.effective,
+        "steps": [{"name": name, "file": path.name, "data_hash": batch.data_hash} for name, path, batch in steps],
+        "storage": storage,
+        "fingerprint": header["fingerprint"],
+        "cost_model": {
+            "sha256": hashes[COST_MODEL_FILE],
+            "data_hash": header.get("data_hash"),
+            "half_log": stated_half_log(header),
+        },
+        "workload": workload_statistics(task.names, task.batches),
+        "environment": environment(),
         "tables_hash": task.tables.tables_hash,
-        "files": {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)},
+        "files": hashes,
         "tracking": {},
         "summary": None,
     }
-    write_json(folder / STUDY_FILE, begun)
-    return begun
+    write_json(folder / STUDY_FILE, document)
+    return document
 
 
-def finish_study(folder: Path, document: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """Write ``study.json`` with what has become known."""
-    done = {**document, **changes}
-    write_json(folder / STUDY_FILE, done)
-    return done
-
-
-def read_study(folder: Path | str) -> dict[str, Any]:
-    """Read ``study.json``.
-
-    Raises
-    ------
-    RoutePackError
-        If it is missing, damaged or of another schema.
-    """
+def read_study(folder: Path | str, *, whole: bool = False) -> dict[str, Any]:
+    """Read ``study.json``; ``whole`` also refuses a folder whose tables or recheck batch are gone or were changed."""
     path = Path(folder) / STUDY_FILE
     if not path.is_file():
         raise RoutePackError(
@@ -168,12 +158,8 @@ def read_study(folder: Path | str) -> dict[str, Any]:
     missing = {"signature", "config", "files", "summary", "study_name", "tracking"} - set(document)
     if missing:
         raise RoutePackError(f"Study {path} lacks {', '.join(sorted(missing))}: it was edited. Tune again.")
-    return document
-
-
-def check_study_files(folder: Path, document: Mapping[str, Any]) -> None:
-    """Refuse a study whose tables or recheck batch are gone or were changed."""
-    for name, expected in document["files"].items():
-        path = folder / Path(name).name
+    for name, expected in document["files"].items() if whole else ():
+        path = Path(folder, Path(name).name)
         if not path.is_file() or file_hash(path) != expected:
             raise RoutePackError(f"Study {folder}: {name} is missing or was changed since tuning. Tune again.")
+    return document

@@ -11,25 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
-from profiler.files import content_hash, file_hash, read_json, write_text
-from routepack_tune.bundle import (
-    COST_MODEL_FILE,
-    PLANNER_FILE,
-    check_replaceable,
-    cost_model_header,
-    typed_parts,
-    write_bundle,
-)
+from profiler.files import content_hash, read_json, write_json, write_text
+from routepack_tune.bundle import PLANNER_FILE, check_replaceable, cost_model_header, typed_parts, write_bundle
 from routepack_tune.config import Config, check_tracking_uri, load_config, without_password
-from routepack_tune.environment import environment, version
+from routepack_tune.environment import version
 from routepack_tune.planner import Planner
 from routepack_tune.steps.traces import list_step_files, load_step_batch
 from routepack_tune.study.folder import (
     RECHECK_FILE,
+    STUDY_FILE,
     TUNING_REPORT_FILE,
     begin_study,
-    check_study_files,
-    finish_study,
     known_study,
     locked_study,
     read_study,
@@ -41,7 +33,6 @@ from routepack_tune.study.folder import (
 if TYPE_CHECKING:
     from profiler import Observer
     from routepack_tune.tracking.registry import RolledBack
-    from routepack_tune.tracking.sync import StudySync
     from search import Plan, StepBatch, TuneTask
 
 Paths = Path | str | Sequence[Path | str]
@@ -81,10 +72,9 @@ def tune(
     RoutePackError
         If an input is wrong (before anything is written), the folder holds another study, or no trial is feasible.
     """
-    from routepack_tune.drift import stated_half_log
     from routepack_tune.reports.tuning import tuning_page
-    from routepack_tune.steps.workload import workload_statistics
     from routepack_tune.tracking.store import tracking_uri
+    from routepack_tune.tracking.sync import StudySync
     from search import run_study
     from search.tuning.storage import choose_storage, open_study
 
@@ -93,7 +83,7 @@ def tune(
             raise RoutePackError(f"Expected at least 1 {name}, got {number}.")
     settings, out, costmodel = load_config(config), Path(out), Path(costmodel)
     uri = tracking_uri(settings.tune.tracking_uri, out)
-    header = cost_model_header(costmodel)
+    cost_model_header(costmodel)  # refused before the batches are read
     task, files = _tune_task(steps, costmodel, settings, seed)
     task = dataclasses.replace(task, enqueue=tuple(best_setting(path, task) for path in warm_start))
     with locked_study(out):
@@ -101,31 +91,16 @@ def tune(
         if new_study:
             name = open_study(task, where, name, new_study=True).study_name
             set_aside(out)
-        document = known_study(out, task) or begin_study(
-            out,
-            task,
-            name,
-            costmodel,
-            {
-                "config": settings.effective,
-                "steps": files,
-                "storage": without_password(storage) if storage else "",
-                "fingerprint": header["fingerprint"],
-                "cost_model": {
-                    "sha256": file_hash(costmodel / COST_MODEL_FILE),
-                    "data_hash": header.get("data_hash"),
-                    "half_log": stated_half_log(header),
-                },
-                "workload": workload_statistics(task.names, task.batches),
-                "environment": environment(),
-            },
-        )
-        sync = _study_sync(out, uri, settings, task, document)
-        name = document["study_name"]
+        shown = without_password(storage or "")
+        document = known_study(out, task) or begin_study(out, task, name, settings, files, costmodel, shown)
+        sync, name = StudySync(out, uri, task, document), document["study_name"]
         summary = run_study(task, where, name, trials, workers=workers, ray=ray, observer=observer, listener=sync)
-        document = finish_study(out, document, state="finished", trials=trials, summary=summary)
+        document |= {"state": "finished", "trials": trials, "summary": summary}
+        write_json(out / STUDY_FILE, document)
         write_text(report := out / TUNING_REPORT_FILE, tuning_page(document))
-        return finish_study(out, document, tracking=sync.finish(summary, [report]))
+        document["tracking"] = sync.finish(summary, [report])
+        write_json(out / STUDY_FILE, document)
+        return document
 
 
 def deploy(study: Path | str, out: Path | str, register: str | None = None) -> Path:
@@ -141,18 +116,16 @@ def deploy(study: Path | str, out: Path | str, register: str | None = None) -> P
     from routepack_tune.tracking.registry import register_bundle
 
     study, out = Path(study), Path(out)
-    document = read_study(study)
+    document = read_study(study, whole=True)
     summary = document["summary"] or {}
     if not summary.get("best"):
         raise RoutePackError(
             f"Study {study} has no feasible, finished trial: nothing to deploy. Run `routepack tune` to its end."
         )
-    check_study_files(study, document)
     check_replaceable(out, PLANNER_FILE)
     uri = _registry_uri(study, document) if register else ""
     exported = exported_settings(document)
-    planner = _planner_of_study(study, document, exported)
-    recheck = _recheck(planner, study)
+    planner, recheck = _planner_of_study(study, document, exported)
     write_bundle(out, planner, _provenance(document, exported, recheck))
     what = "the default settings" if summary["export"] == "defaults" else f"trial {summary['best']['number']}"
     _LOG.info("The bundle holds %s. %s", what, summary["export_reason"])
@@ -199,11 +172,6 @@ def best_setting(path: Path | str, task: TuneTask) -> dict[str, Any]:
     """Return the best settings of another cluster's study or bundle as far as ``task`` may choose them.
 
     A value outside a range of ``task`` becomes the range's end; another cap counts only where it is allowed.
-
-    Raises
-    ------
-    RoutePackError
-        If ``path`` is neither, or holds no settings.
     """
     path = Path(path)
     if (path / PLANNER_FILE).is_file():
@@ -219,7 +187,7 @@ def best_setting(path: Path | str, task: TuneTask) -> dict[str, Any]:
     return setting | ({"max_tokens": cap} if len(task.caps) > 1 and cap in task.caps else {})
 
 
-def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tuple[TuneTask, list[dict[str, str]]]:
+def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tuple[TuneTask, list[Path]]:
     """Read every step batch and build the study's task; batches of another model are an error naming the file."""
     from costmodels import CostModel, freeze_tables, tables_for
     from search import TuneTask
@@ -232,68 +200,29 @@ def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tu
         except RoutePackError as error:
             hint = f" To tune on part of a folder, give a quoted glob or files instead of {path.parent}."
             raise RoutePackError(f"{error}{hint if len(files) > 1 else ''}") from None
-    spec, topology = settings.model, settings.topology
-    further = [cap for cap in settings.tune.caps if cap != settings.max_tokens_per_microbatch]
-    model = CostModel.load(costmodel) if further else None
-    frozen = {cap: freeze_tables(model, spec, topology, cap) for cap in further} if model else {}
     names = [path.stem for path in files]
     if len(set(names)) < len(names):
         names = [f"{i:03d}-{name}" for i, name in enumerate(names)]
+    further = [cap for cap in settings.tune.caps if cap != settings.max_tokens_per_microbatch]
+    model = CostModel.load(costmodel) if further else None
+    spec, topology, cap = settings.job
     task = TuneTask(
         names=tuple(names),
         batches=tuple(batches),
         tables=tables_for(costmodel, *settings.job),
         spec=spec,
         topology=topology,
-        max_tokens=settings.max_tokens_per_microbatch,
+        max_tokens=cap,
         base=settings.planner,
         params=settings.tune,
         seed=seed,
-        tables_by_cap=frozen,
+        tables_by_cap={other: freeze_tables(model, spec, topology, other) for other in further} if model else {},
     )
-    rows = zip(names, files, batches, strict=True)
-    return task, [{"name": n, "file": p.name, "data_hash": b.data_hash} for n, p, b in rows]
-
-
-def _study_sync(out: Path, uri: str, settings: Config, task: TuneTask, document: dict[str, Any]) -> StudySync:
-    from routepack_tune.tracking.sync import StudySync
-
-    kept = ("study_name", "signature", "steps", "cost_model", "fingerprint", "tables_hash", "config")
-    documents = {"inputs": {name: document[name] for name in kept}, "environment": document["environment"]}
-    facts, name = _study_facts(task, document), document["study_name"]
-    return StudySync(out, uri, settings.tune.experiment, name, task.names, facts, documents)
-
-
-def _study_facts(task: TuneTask, document: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters that the study's parent run shows."""
-    sizes = {f.name: getattr(task.topology, f.name) for f in dataclasses.fields(task.topology)}
-    found = document["environment"]
-    return {
-        "model": task.spec.name,
-        **{name: size for name, size in sizes.items() if size != 1},
-        "max_tokens_per_microbatch": task.max_tokens,
-        "step_batches": len(task.batches),
-        "held_out": task.num_holdout,
-        "seed": task.seed,
-        "sampler": task.params.sampler,
-        "device": document["fingerprint"]["name"],
-        "tables_hash": task.tables.tables_hash,
-        "batches_hash": content_hash(task.signature["batches"]),
-        "cost_model_sha256": document["cost_model"]["sha256"],
-        "cost_model_data_hash": document["cost_model"]["data_hash"],
-        **{f"version.{name}": text for name, text in found["versions"].items()},
-        **{f"machine.{name}": value for name, value in found["machine"].items()},
-    }
+    return task, files
 
 
 def _registry_uri(study: Path, document: dict[str, Any]) -> str:
-    """Return the store that knows the study's run.
-
-    Raises
-    ------
-    RoutePackError
-        If its password, which no file holds, is not in the environment either.
-    """
+    """Return the store that knows the study's run."""
     from routepack_tune.tracking.store import tracking_uri
 
     known = document["tracking"].get("tracking_uri", "")
@@ -304,29 +233,25 @@ def _registry_uri(study: Path, document: dict[str, Any]) -> str:
     return tracking_uri("" if "***" in known else known, study)
 
 
-def _planner_of_study(study: Path, document: dict[str, Any], exported: dict[str, Any]) -> Planner:
+def _planner_of_study(study: Path, document: dict[str, Any], exported: dict[str, Any]) -> tuple[Planner, Plan]:
+    """Return the planner with the exported settings and its plan of the study's last batch, checked once more."""
     from costmodels import StepTables
     from profiler import DeviceFingerprint
+    from search import check_plan
 
     settings, cap = document["config"], exported["max_tokens"]
     spec, topology, params = typed_parts(settings["model"], settings["topology"], exported["params"], f"Study {study}")
     tables = StepTables.load(study / tables_file(cap, settings["max_tokens_per_microbatch"]))
-    return Planner(spec, topology, cap, params, tables, DeviceFingerprint.from_dict(document["fingerprint"]))
-
-
-def _recheck(planner: Planner, study: Path) -> Plan:
-    """Plan the study's held-out batch once more with the exported settings and check every hard constraint."""
-    from search import check_plan
-
-    batch = load_step_batch(study / RECHECK_FILE, planner.spec)
+    planner = Planner(spec, topology, cap, params, tables, DeviceFingerprint.from_dict(document["fingerprint"]))
+    batch = load_step_batch(study / RECHECK_FILE, spec)
     try:
         plan = planner.plan(batch, seed=1)
-        check_plan(plan, batch.lengths, planner.spec.num_experts)
+        check_plan(plan, batch.lengths, spec.num_experts)
         if not 0 < plan.predicted.step_time_s < float("inf"):
             raise RoutePackError(f"its predicted step time is {plan.predicted.step_time_s} s")
     except RoutePackError as error:
         raise RoutePackError(f"What {study} exports fails its re-check: {error} Tune again.") from None
-    return plan
+    return planner, plan
 
 
 def _provenance(document: dict[str, Any], exported: dict[str, Any], recheck: Plan) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from profiler.files import write_text
 from routepack_tune.config import without_password
 from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines, gains
 from routepack_tune.tracking.registry import promote
-from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, Store, log_pyfunc, own_uri
+from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, Store, log_pyfunc, own_uri, what_mlflow_said
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
@@ -53,10 +53,9 @@ def track_fit(
     try:
         return _log(model, folder, pictures, uri, experiment)
     except Exception as error:
-        first = without_password(" ".join(str(error).split())[:200])
+        told = f"{type(error).__name__}: {what_mlflow_said(error)}"
         warnings.warn(
-            f"MLflow at {without_password(uri)} could not log the cost model ({type(error).__name__}: {first}). "
-            f"The cost model is whole in {folder}.",
+            f"MLflow at {without_password(uri)} could not log the cost model ({told}). It is whole in {folder}.",
             stacklevel=2,
         )
         return {}
@@ -119,7 +118,7 @@ def fit_facts(model: CostModel) -> dict[str, Any]:
         "origin": model.fingerprint.origin,
         "data_hash": model.data_hash,
         **{f"fit.{name}": value for name, value in dataclasses.asdict(model.params).items()},
-        **{f"rows.{op}.{direction}": one.own.rows for (op, direction), one in model.models.items()},
+        **{f"rows.{op}.{direction}": one.rows for (op, direction), one in model.models.items()},
         **{f"kind.{op}.{direction}": one.kind for (op, direction), one in model.models.items()},
     }
 
@@ -142,12 +141,12 @@ def input_example(model: CostModel) -> pd.DataFrame:
     """Return one question per operation that was measured: sizes in the middle of a timed shape."""
     import pandas as pd
 
-    features = dict.fromkeys(name for one in model.models.values() for name in one.own.operation.features)
+    features = dict.fromkeys(name for one in model.models.values() for name in one.operation.features)
     rows = []
     for (op, direction), one in model.models.items():
-        shape, ranges = sorted(one.shapes.items())[len(one.shapes) // 2]
-        asked = {name: float(value) for name, value in zip(one.own.operation.shape, shape, strict=True)}
-        for name in one.own.operation.features:
+        shape, ranges = sorted(one.timed.items())[len(one.timed) // 2]
+        asked = {name: float(value) for name, value in zip(one.operation.shape, shape, strict=True)}
+        for name in one.operation.features:
             if name not in asked:
                 low, high = ranges.get(name, (0.0, 0.0))
                 asked[name] = float(np.rint(np.sqrt(low * high)))
@@ -156,19 +155,13 @@ def input_example(model: CostModel) -> pd.DataFrame:
 
 
 def predict_frame(model: CostModel, asked: pd.DataFrame) -> pd.DataFrame:
-    """Return ``time_us`` and ``extrapolated`` for rows of ``op``, ``direction`` and features, found by name.
-
-    Raises
-    ------
-    RoutePackError
-        If ``op`` or ``direction`` is missing, or a feature of an operation is missing, unknown or not valid.
-    """
+    """Return ``time_us`` and ``extrapolated`` for rows of ``op``, ``direction`` and features, found by name."""
     import pandas as pd
 
     for name in ("op", "direction"):
         if name not in asked:
             raise RoutePackError(f"The input has no column {name!r}. Give op, direction and the operation's features.")
-    known = {name for one in model.models.values() for name in one.own.operation.features}
+    known = {name for one in model.models.values() for name in one.operation.features}
     if unknown := sorted(set(asked.columns) - known - {"op", "direction"}):
         raise RoutePackError(f"Unknown columns {unknown}. Features are {sorted(known)}.")
     time_us, extrapolated = np.full(len(asked), np.nan), np.zeros(len(asked), dtype=bool)

@@ -12,7 +12,7 @@ from typing import Any
 
 from profiler.errors import RoutePackError
 from routepack_tune.config import without_password
-from routepack_tune.tracking.store import KIND, SQLITE, Store, log_pyfunc, quiet_mlflow
+from routepack_tune.tracking.store import KIND, SQLITE, Store, log_pyfunc, quiet_mlflow, what_mlflow_said
 
 CHAMPION, PREVIOUS = "champion", "previous"
 
@@ -35,11 +35,6 @@ def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experi
     -------
     str
         ``models:/NAME@champion``.
-
-    Raises
-    ------
-    RoutePackError
-        If MLflow refuses or cannot be reached; the bundle itself stays where it is.
     """
     try:
         store = Store(uri, experiment)
@@ -47,10 +42,9 @@ def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experi
         version = log_pyfunc(store, run_id, "bundle", "pyfunc_planner.py", bundle, name, signature=planner_signature())
         promote(store.client, name, version)
     except Exception as error:
-        first = " ".join(str(error).split())[:300]
         raise RoutePackError(
-            f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {first} Check the tracking "
-            "server and run `routepack deploy` again."
+            f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {what_mlflow_said(error)} "
+            "Check the tracking server and run `routepack deploy` again."
         ) from None
     return f"models:/{name}@{CHAMPION}"
 
@@ -73,13 +67,7 @@ def promote(client: Any, name: str, version: str) -> None:
 
 
 def roll_back(name: str, uri: str) -> RolledBack:
-    """Exchange ``@champion`` and ``@previous`` of a registered model.
-
-    Raises
-    ------
-    RoutePackError
-        If the store cannot be reached, knows no such model, or there is nothing to go back to.
-    """
+    """Exchange ``@champion`` and ``@previous`` of a registered model."""
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
         raise RoutePackError(f"{uri} is no file: nothing was registered there. Give the store of the registry.")
     mlflow = quiet_mlflow()
@@ -100,9 +88,9 @@ def roll_back(name: str, uri: str) -> RolledBack:
     except RoutePackError:
         raise
     except Exception as error:
-        first = without_password(" ".join(str(error).split())[:300])
         raise RoutePackError(
-            f"MLflow at {without_password(uri)} could not roll back {name!r}: {first} Check the server and try again."
+            f"MLflow at {without_password(uri)} could not roll back {name!r}: {what_mlflow_said(error)} Check the "
+            "server and try again."
         ) from None
     return RolledBack(name, previous, champion or "")
 
@@ -125,8 +113,8 @@ def download_bundle(model_uri: str) -> Path:
     try:
         folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri))
     except Exception as error:
-        first = " ".join(str(error).split())[:300]
-        raise RoutePackError(f"{model_uri} cannot be had from {mlflow.get_tracking_uri()}: {first}") from None
+        where = without_password(mlflow.get_tracking_uri())
+        raise RoutePackError(f"{model_uri} cannot be had from {where}: {what_mlflow_said(error)}") from None
     found = sorted(folder.glob("artifacts/*/planner.yaml"))
     if not found:
         raise RoutePackError(f"{model_uri} holds no bundle. Register one with `routepack deploy --register NAME`.")

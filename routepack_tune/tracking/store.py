@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.errors import RoutePackError
-from routepack_tune.config import check_tracking_uri
+from routepack_tune.config import check_tracking_uri, without_password
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "artifacts"
@@ -54,14 +54,13 @@ def quiet_mlflow() -> Any:
     return mlflow
 
 
-def tracking_uri(configured: str, folder: Path | str) -> str:
-    """Return where to track: what is configured, else ``MLFLOW_TRACKING_URI``, else SQLite inside ``folder``.
+def what_mlflow_said(error: Exception) -> str:
+    """Return an error of MLflow or its store as one short line without passwords."""
+    return without_password(" ".join(str(error).split())[:300])
 
-    Raises
-    ------
-    RoutePackError
-        If the environment names a folder store.
-    """
+
+def tracking_uri(configured: str, folder: Path | str) -> str:
+    """Return where to track: what is configured, else ``MLFLOW_TRACKING_URI``, else SQLite inside ``folder``."""
     if configured:
         return configured
     wanted = os.environ.get("MLFLOW_TRACKING_URI", "").strip()

@@ -12,6 +12,8 @@ log to MLflow's Default one.
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 import tempfile
 import time
 import warnings
@@ -19,14 +21,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from profiler.files import write_json
+from profiler.files import content_hash, write_json
 from routepack_tune.config import without_password
-from routepack_tune.tracking.store import KIND, REASON, STATE, STUDY, TRIAL, Store, own_uri
-from search import TrialRecord
+from routepack_tune.tracking.store import KIND, REASON, STATE, STUDY, TRIAL, Store, own_uri, what_mlflow_said
+from search import BatchScore, TuneTask
+from search.tuning.objective import study_value
+from search.tuning.task import CAP
+from search.tuning.trials import state_of
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 30.0, 600.0
 """Time after a failure in which the store is not tried again; it doubles from failure to failure."""
 ENOUGH_FAILURES = 2
+INPUTS = ("study_name", "signature", "steps", "cost_model", "fingerprint", "tables_hash", "config")
+"""What of ``study.json`` the parent run keeps as ``inputs.json``."""
 
 
 class StudySync:
@@ -36,45 +43,31 @@ class StudySync:
     ----------
     folder
         The study's folder: home of the default store.
-    uri, experiment
-        The tracking store and the experiment's name in it.
-    study_name
-        What the parent run is found by when the study is resumed.
-    names
-        Batches in order of time: metrics of one batch become points of a series.
-    facts, documents
-        Parameters of the parent run, and JSON files it keeps.
+    uri
+        The tracking store.
+    task, document
+        What is tuned on, and what ``study.json`` says of it: the parent run shows them.
     """
 
-    def __init__(
-        self,
-        folder: Path | str,
-        uri: str,
-        experiment: str,
-        study_name: str,
-        names: Sequence[str] = (),
-        facts: Mapping[str, Any] | None = None,
-        documents: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path | str, uri: str, task: TuneTask, document: Mapping[str, Any]) -> None:
         self.run_id = ""
         self.trial_runs: dict[int, str] = {}
         """Runs of trials by number."""
         self._own_store = uri == own_uri(folder)
-        self._store = Store(uri, experiment)
-        self._study_name, self._names = study_name, tuple(names)
-        self._facts, self._documents = dict(facts or {}), dict(documents or {})
-        self._records: Sequence[TrialRecord] = ()
+        self._store = Store(uri, task.params.experiment)
+        self._task, self._document = task, document
+        self._trials: Sequence[Any] = ()
         self._whole: set[int] = set()
         self._known = False
         self._pause_s, self._again = FIRST_PAUSE_S, 0.0
 
-    def __call__(self, records: Sequence[TrialRecord]) -> None:
-        """Send what is missing of some trials if the store is there; warn once if it is not."""
-        self._records = records
+    def __call__(self, trials: Sequence[Any]) -> None:
+        """Send what is missing of some finished trials if the store is there; warn once if it is not."""
+        self._trials = trials
         if time.monotonic() < self._again:
             return
         try:
-            self._send(records)
+            self._send()
         except Exception as error:
             if self._again == 0:
                 self._warn(error, "The study goes on, its trials are sent when it is back")
@@ -86,7 +79,7 @@ class StudySync:
     def finish(self, summary: Mapping[str, Any], files: Sequence[Path] = ()) -> dict[str, str]:
         """Send all that is missing, the study's outcome and ``files``; return where the best trial is tracked."""
         try:
-            self._send(self._records)
+            self._send()
             self._send_outcome(summary, files)
             self._find_trials()  # several launchers may have sent one trial each: the oldest stays
         except Exception as error:
@@ -98,18 +91,18 @@ class StudySync:
             "trial_run_id": self.trial_runs.get(summary["best"]["number"], ""),
         }
 
-    def _send(self, records: Sequence[TrialRecord]) -> None:
+    def _send(self) -> None:
         """Send what is missing; a trial that is refused holds up no other, a second failure in a row ends it."""
         if not self._known:
             self.run_id = self._parent_run()
             self._find_trials()
         self._known = False  # what of a request that fails arrived is looked up before anything is sent again
         problem, failures = None, 0
-        for record in records:
-            if record.number in self._whole:
+        for trial in self._trials:
+            if trial.number in self._whole:
                 continue
             try:
-                self._send_trial(record)
+                self._send_trial(trial)
                 failures = 0
             except Exception as error:
                 problem, failures = error, failures + 1
@@ -121,18 +114,19 @@ class StudySync:
 
     def _parent_run(self) -> str:
         """Find the study's run, or make it, and write what it is known by."""
-        condition = f"tags.`{STUDY}` = '{self._study_name}' and tags.`{KIND}` = 'study'"
-        if not (found := self._store.find(condition)):
-            self._store.create_run(self._study_name, {STUDY: self._study_name, KIND: "study"})
-            found = self._store.find(condition)
+        store, document, name = self._store, self._document, self._document["study_name"]
+        condition = f"tags.`{STUDY}` = '{name}' and tags.`{KIND}` = 'study'"
+        if not (found := store.find(condition)):
+            store.create_run(name, {STUDY: name, KIND: "study"})
+            found = store.find(condition)
         for twin in found[1:]:  # several launchers at once, or an answer lost on the way: empty but for the oldest
-            if not self._store.find(f"tags.`mlflow.parentRunId` = '{twin.info.run_id}'"):
-                self._store.client.delete_run(twin.info.run_id)
+            if not store.find(f"tags.`mlflow.parentRunId` = '{twin.info.run_id}'"):
+                store.client.delete_run(twin.info.run_id)
         run_id = str(found[0].info.run_id)
-        self._store.log(run_id, params=self._facts)
-        self._store.client.update_run(run_id, status="RUNNING")
-        for name, document in self._documents.items():
-            self._store.client.log_dict(run_id, document, f"{name}.json")
+        store.log(run_id, params=study_facts(self._task, document))
+        store.client.update_run(run_id, status="RUNNING")
+        store.client.log_dict(run_id, {name: document[name] for name in INPUTS}, "inputs.json")
+        store.client.log_dict(run_id, document["environment"], "environment.json")
         return run_id
 
     def _find_trials(self) -> None:
@@ -147,19 +141,20 @@ class StudySync:
             if STATE in run.data.tags and run.info.status == "FINISHED":
                 self._whole.add(number)
 
-    def _send_trial(self, record: TrialRecord) -> None:
-        number = record.number
+    def _send_trial(self, trial: Any) -> None:
+        number, attrs, state = trial.number, trial.user_attrs, state_of(trial)
         if number not in self.trial_runs:
             tags = {"mlflow.parentRunId": self.run_id, TRIAL: str(number), KIND: "trial"}
             self.trial_runs[number] = self._store.create_run(f"trial {number}", tags)
-        single, series = split_by_batch(record.metrics, self._names)
+        cap = {CAP: trial.params[CAP]} if CAP in trial.params else {}
+        metrics, series = trial_metrics(self._task, attrs["scores"] if state != "infeasible" else ())
         self._store.log(
             self.trial_runs[number],
-            params=record.setting,
-            metrics=single,
+            params=dataclasses.asdict(self._task.planner_of(trial.params)[0]) | cap,
+            metrics=metrics,
             series=series,
-            tags={STATE: record.state, REASON: record.reason},
-            time_ms=record.time_ms,
+            tags={STATE: state, REASON: attrs.get("infeasible") or attrs.get("pruned", "")},
+            time_ms=int(trial.datetime_complete.timestamp() * 1000),
         )
         self._store.client.set_terminated(self.trial_runs[number], status="FINISHED")
         self._whole.add(number)
@@ -179,28 +174,49 @@ class StudySync:
         self._store.client.set_terminated(self.run_id, status="FINISHED")
 
     def _warn(self, error: Exception, way_out: str) -> None:
-        told = without_password(" ".join(str(error).split())[:200])
-        uri = without_password(self._store.uri)
-        warnings.warn(
-            f"MLflow at {uri} could not be brought up to date ({type(error).__name__}: {told}). {way_out}.",
-            stacklevel=3,
-        )
+        uri, told = without_password(self._store.uri), f"{type(error).__name__}: {what_mlflow_said(error)}"
+        warnings.warn(f"MLflow at {uri} could not be brought up to date ({told}). {way_out}.", stacklevel=3)
 
 
-def split_by_batch(
-    metrics: Mapping[str, float], names: Sequence[str]
+def study_facts(task: TuneTask, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that a study's parent run shows."""
+    return {
+        "model": task.spec.name,
+        **{name: size for name, size in dataclasses.asdict(task.topology).items() if size != 1},
+        "max_tokens_per_microbatch": task.max_tokens,
+        "step_batches": len(task.batches),
+        "held_out": task.num_holdout,
+        "seed": task.seed,
+        "sampler": task.params.sampler,
+        "device": document["fingerprint"]["name"],
+        "tables_hash": task.tables.tables_hash,
+        "batches_hash": content_hash(document["signature"]["batches"]),
+        "cost_model_sha256": document["cost_model"]["sha256"],
+        "cost_model_data_hash": document["cost_model"]["data_hash"],
+        **{f"version.{name}": text for name, text in document["environment"]["versions"].items()},
+        **{f"machine.{name}": value for name, value in document["environment"]["machine"].items()},
+    }
+
+
+def trial_metrics(
+    task: TuneTask, scored: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, float], dict[str, list[tuple[int, float]]]]:
-    """Return single metrics, and series of those that are ``quantity.NAME`` of a batch: (its position, value)."""
-    position = {name: k for k, name in enumerate(names)}
-    single: dict[str, float] = {}
-    series: dict[str, list[tuple[int, float]]] = {}
-    for key, value in metrics.items():
-        quantity, _, name = key.partition(".")
-        if name in position:
-            series.setdefault(f"batch/{quantity}", []).append((position[name], value))
-        else:
-            single[key] = value
-    return single, series
+    """Return what a trial's planned batches came to: means, and series of (position of the batch in time, value)."""
+    scores = [BatchScore(**score) for score in scored]
+    if not scores:
+        return {}, {}
+    metrics = {"objective": study_value(scores, task.params)}
+    for name in ("step_time_s", "move_s", "plan_s"):
+        metrics[name] = statistics.fmean(getattr(score, name) for score in scores)
+    metrics["gap_to_bound"] = statistics.fmean(s.step_time_s / s.lower_bound_s - 1 for s in scores)
+    if task.params.two_objectives:
+        metrics["plan_value"] = statistics.fmean(score.plan_value for score in scores)
+    at = [task.names.index(score.name) for score in scores]
+    values = {
+        "batch/step_time_s": [score.step_time_s for score in scores],
+        "batch/value": [score.value(task.params) for score in scores],
+    }
+    return metrics, {name: list(zip(at, points, strict=True)) for name, points in values.items()}
 
 
 def outcome_metrics(summary: Mapping[str, Any]) -> dict[str, float]:

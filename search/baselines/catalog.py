@@ -11,7 +11,6 @@ from collections.abc import Callable
 import numpy as np
 
 from search.baselines.frameworks import (
-    Packing,
     beyond_cap,
     largest_cell_tokens,
     mindspeed_placement,
@@ -23,7 +22,7 @@ from search.baselines.frameworks import (
 from search.baselines.relibra import relibra_placement
 from search.baselines.routepack import solve_open_instruct, solve_routepack
 from search.evaluate import Evaluation, evaluate
-from search.packing.bins import pack_ffd, pack_karmarkar_karp, sample_flops
+from search.packing.bins import Packing, pack_ffd, pack_karmarkar_karp, sample_flops
 from search.placement.lpt import identity_placement, lpt_placement
 from search.problem import Problem
 
@@ -31,11 +30,11 @@ PACKINGS: dict[str, Callable[[Problem], Packing]] = {
     "first-fit decreasing": pack_ffd,
     "modified first-fit decreasing": pack_mffd,
     "AReaL first-fit": pack_areal,
-    "Karmarkar-Karp on tokens": lambda problem: pack_karmarkar_karp(problem, problem.lengths),
-    "Karmarkar-Karp on FLOPs": lambda problem: pack_karmarkar_karp(problem, sample_flops(problem)),
-    "verl on tokens": lambda problem: pack_verl(problem, problem.lengths),
-    "verl on FLOPs": lambda problem: pack_verl(problem, sample_flops(problem)),
-    "slime on FLOPs": lambda problem: pack_slime(problem, sample_flops(problem)),
+    "Karmarkar-Karp on tokens": lambda p: pack_karmarkar_karp(p, p.lengths),
+    "Karmarkar-Karp on FLOPs": lambda p: pack_karmarkar_karp(p, sample_flops(p)),
+    "verl on tokens": lambda p: pack_verl(p, p.lengths),
+    "verl on FLOPs": lambda p: pack_verl(p, sample_flops(p)),
+    "slime on FLOPs": lambda p: pack_slime(p, sample_flops(p)),
 }
 """slime's alone may exceed the cap: compare :func:`search.baselines.frameworks.largest_cell_tokens` with it."""
 PLACEMENTS: dict[str, Callable[[Problem], np.ndarray]] = {
@@ -59,20 +58,11 @@ SHOWN_BASELINES = (
 )
 """Those a report has room for; all of them keep the cap."""
 
-SearchBaseline = Callable[..., tuple[Packing, np.ndarray]]
-
-
-SEARCH_BASELINES: dict[str, SearchBaseline] = {
+SEARCH_BASELINES: dict[str, Callable[..., tuple[Packing, np.ndarray]]] = {
     "RoutePack": solve_routepack,
-    "first-fit decreasing + ReLibra": lambda problem, stop, seed=0: (
-        pack_ffd(problem),
-        relibra_placement(problem, seed=seed),
-    ),
-    "AReaL first-fit + ReLibra": lambda problem, stop, seed=0: (
-        pack_areal(problem),
-        relibra_placement(problem, seed=seed),
-    ),
-    "open-instruct swaps + identity": lambda problem, stop, seed=0: solve_open_instruct(problem, seed=seed),
+    "first-fit decreasing + ReLibra": lambda p, _, seed=0: (pack_ffd(p), relibra_placement(p, seed=seed)),
+    "AReaL first-fit + ReLibra": lambda p, _, seed=0: (pack_areal(p), relibra_placement(p, seed=seed)),
+    "open-instruct swaps + identity": lambda p, _, seed=0: solve_open_instruct(p, seed=seed),
 }
 """Called with (problem, stop, seed=...) they return (packing, placement [L, E]). ReLibra and open-instruct stop after
 their published number of swaps, whatever the budget."""

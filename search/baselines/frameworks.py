@@ -1,9 +1,6 @@
 """Packers and a placement rule of the frameworks that train MoE models today, written from their descriptions.
 
-Each packer returns (row [N], slot [N], number of rows), every cell holds a sample, and all but slime's keep the cap.
-None of them looks at experts.
-
-Shape suffixes: N samples, D DP slots, L MoE layers, E experts. Bins are lists of sample indices.
+In each packing every cell holds a sample, and all but slime's keep the cap. None of the packers looks at experts.
 """
 
 from __future__ import annotations
@@ -12,13 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from profiler import RoutePackError
 from search.evaluate import rank_loads
-from search.packing.bins import Bins, cells_of_bins, fill_bins, first_fit_decreasing, karmarkar_karp
+from search.packing.bins import Bins, Packing, cells_of_bins, fill_bins, first_fit_decreasing, karmarkar_karp
 from search.placement.lpt import identity_placement, lpt_layer, lpt_placement
-from search.problem import Problem
-
-Packing = tuple[np.ndarray, np.ndarray, int]
+from search.problem import Problem, no_packing
 
 CV_DROP = 0.08
 """MindSpeed's default for ``--fine-grained-expert-placement-thre``."""
@@ -54,7 +48,7 @@ def modified_first_fit_decreasing(lengths: np.ndarray, max_tokens: int) -> Bins:
     for k in range(len(bins)):
         while (i := next((i for i in rest if lengths[i] <= room[k]), None)) is not None:
             put(i, k)
-    return bins + [[rest[i] for i in b] for b in first_fit_decreasing(lengths[rest], max_tokens)]
+    return bins + first_fit_decreasing(lengths, max_tokens, np.array(rest, np.int64))
 
 
 def pack_mffd(problem: Problem) -> Packing:
@@ -66,7 +60,7 @@ def pack_mffd(problem: Problem) -> Packing:
     while len(bins) % (problem.num_slots * problem.topology.row_multiple):
         donor = max(range(len(bins)), key=lambda k: (len(bins[k]), -k))
         if len(bins[donor]) < 2:
-            raise _too_few_samples(problem)
+            raise no_packing(problem)
         bins.append([bins[donor].pop()])
     return cells_of_bins(bins, problem)
 
@@ -84,7 +78,7 @@ def pack_verl(problem: Problem, weights: np.ndarray) -> Packing:
         bins_DR = [[rank[b].tolist() for b in karmarkar_karp(weights[rank], rows)] for rank in ranks]
         if all(b and problem.lengths[b].sum() <= problem.max_tokens for bins in bins_DR for b in bins):
             return _cells_of_ranks([_small_ends(bins, weights) for bins in bins_DR], problem)
-    raise _too_few_samples(problem)
+    raise no_packing(problem)
 
 
 def _small_ends(bins: Bins, weights: np.ndarray) -> Bins:
@@ -120,45 +114,20 @@ def pack_areal(problem: Problem) -> Packing:
     multiple = problem.topology.row_multiple
     rows = 1
     while True:
-        bins_DR = [_fewest_samples_fit(problem.lengths, rank, problem.max_tokens, rows) for rank in ranks]
+        bins_DR = [
+            first_fit_decreasing(problem.lengths, problem.max_tokens, rank, opened=rows, fewest=True) for rank in ranks
+        ]
         most = -(-max(map(len, bins_DR)) // multiple) * multiple
         if most == rows and all(all(bins) for bins in bins_DR):
             return _cells_of_ranks(bins_DR, problem)
         if most > min(map(len, ranks)):
-            raise _too_few_samples(problem)
+            raise no_packing(problem)
         rows = max(most, rows)
-
-
-def _fewest_samples_fit(lengths: np.ndarray, members: np.ndarray, max_tokens: int, num_bins: int) -> Bins:
-    """Pack ``members`` longest first, each to the bin with room that holds fewest samples, opening bins as needed."""
-    bins: Bins = [[] for _ in range(num_bins)]
-    tokens = [0] * num_bins
-    for i in members[np.argsort(-lengths[members], kind="stable")].tolist():
-        fitting = [k for k in range(len(bins)) if tokens[k] + lengths[i] <= max_tokens]
-        if not fitting:
-            fitting = [len(bins)]
-            bins.append([])
-            tokens.append(0)
-        k = min(fitting, key=lambda k: len(bins[k]))
-        bins[k].append(i)
-        tokens[k] += int(lengths[i])
-    return bins
 
 
 def _cells_of_ranks(bins_DR: list[Bins], problem: Problem) -> Packing:
     """Return the packing in which microbatch r of DP rank d is ``bins_DR[d][r]``."""
-    row_N, slot_N = np.zeros(problem.num_samples, np.int64), np.zeros(problem.num_samples, np.int64)
-    for d, bins in enumerate(bins_DR):
-        for r, members in enumerate(bins):
-            row_N[members], slot_N[members] = r, d
-    return row_N, slot_N, len(bins_DR[0])
-
-
-def _too_few_samples(problem: Problem) -> RoutePackError:
-    return RoutePackError(
-        f"{problem.num_samples} samples on {problem.num_slots} DP slots: no equal number of microbatches a slot keeps "
-        f"the cap of {problem.max_tokens} tokens without an empty one. Raise the cap or lower data_parallel_size."
-    )
+    return cells_of_bins([cell for row in zip(*bins_DR, strict=True) for cell in row], problem)
 
 
 def mindspeed_placement(problem: Problem, cv_drop: float = CV_DROP) -> np.ndarray:

@@ -3,8 +3,6 @@
 Each layer is placed by its experts' totals over the step. Two experts of different ranks swap; the objective is a
 smooth stand-in for the most loaded rank, so that levelling the others counts too. Rows of the step play no part, and
 replicas, the second half of the method, are none of this problem's.
-
-Shape suffixes: L MoE layers, E experts, P EP ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numba import njit
 
+from search.kernels import random_below, random_threshold, seed_state
 from search.placement.lpt import lpt_layer, placement_of_ranks
 from search.problem import Problem
-from search.random_bits import random_below, random_threshold, seed_state
 
 SWAPS = 20_000
 """Swaps proposed for each layer."""

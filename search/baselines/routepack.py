@@ -7,8 +7,6 @@ found. Diverse layouts become a population of swap chains at one temperature, wh
 resampled systematically (population annealing); an archive keeps the best layout any chain has seen.
 
 Layouts are scored by unit-free proxies, not by time (``search/baselines/routepack_kernels.py``).
-
-Shape suffixes: N samples, C cell proxies, P EP ranks, L MoE layers, E experts, K members of the population.
 """
 
 from __future__ import annotations
@@ -19,14 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profiler import RoutePackError
 from search.baselines.routepack_kernels import ProxyCosts, ProxyState, fill_proxy_state, layout_score, swap_chain
 from search.baselines.routepack_seeds import drop_near_duplicates, seed_layouts, sketch_directions, sketch_layout
-from search.load_kernels import sample_rank_rows
-from search.packing.bins import pack_ffd
+from search.kernels import sample_rank_rows, seed_state
+from search.packing.bins import Packing, pack_ffd
 from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
-from search.problem import Problem, least_rows
-from search.random_bits import seed_state
+from search.problem import Problem, no_packing, row_range
 from search.stop import StopCriterion
 
 OPEN_INSTRUCT_PROPOSALS = 1024
@@ -69,20 +65,16 @@ def proxy_costs(
     A share is what the proxy adds to J where every cell (or rank) of every row holds the mean.
     """
     by_length = np.argsort(problem.lengths, kind="stable")
-    length_rank = np.empty_like(by_length)
-    length_rank[by_length] = np.arange(by_length.size)
     mean_C = works_NC.sum(axis=0, dtype=np.float64) / (num_rows * problem.num_slots)
-    works = np.rint(works_NC * (UNIT_J * np.array(shares[:-1]) / mean_C)).astype(np.int64)
-    units = num_rows * problem.num_blocks
-    mean_peaks = int(problem.counts.sum(dtype=np.int64)) / (units * problem.num_ranks)
+    mean_peaks = int(problem.counts.sum(dtype=np.int64)) / (num_rows * problem.num_blocks * problem.num_ranks)
     peak_scale = round(shares[-1] * UNIT_J * (1 << 20) / mean_peaks)
     per_unit, near = problem.num_slots // problem.num_blocks, round(1024 * similar)
     return ProxyCosts(
         lengths=problem.lengths,
-        works=np.ascontiguousarray(works),
+        works=np.rint(works_NC * (UNIT_J * np.array(shares[:-1]) / mean_C)).astype(np.int64),
         loads=sample_rank_rows(problem.counts, np.arange(problem.num_samples), rank_LE, problem.num_ranks),
         by_length=by_length,
-        length_rank=length_rank,
+        length_rank=np.argsort(by_length),
         scalars=np.array([problem.max_tokens, per_unit, problem.num_blocks, peak_scale, near], np.int64),
     )
 
@@ -137,64 +129,37 @@ def solve_routepack(
     *,
     seed: int = 0,
     num_threads: int | None = None,
-) -> tuple[tuple[np.ndarray, np.ndarray, int], np.ndarray]:
+) -> tuple[Packing, np.ndarray]:
     """Return RoutePack's packing (row [N], slot [N], number of rows) and placement [L, E].
 
     Under an iteration budget (proposals of one chain) the result does not depend on threads or time.
-
-    Raises
-    ------
-    RoutePackError
-        If no packing under the cap without empty cells is found in any number of rows.
     """
     params = params or RoutePackParams()
     stop.reset()
-    placement_LE = lpt_placement(problem)
-    rank_LE = ranks_of_slots(placement_LE, problem.num_ranks)
-    rng = np.random.default_rng(seed)
-    costs, layouts, num_rows = _first_rows_that_pack(problem, rank_LE, params, rng)
-    kept = _distinct_layouts(problem, costs, layouts, num_rows, params.duplicate_distance, rng)[: params.population]
-    chains = [
-        SwapChain(problem, costs, kept[k % len(kept)], num_rows, seed_state(seed, k)) for k in range(params.population)
-    ]
+    placement_LE, rng = lpt_placement(problem), np.random.default_rng(seed)
+    chains, num_rows = _population(problem, ranks_of_slots(placement_LE, problem.num_ranks), params, seed, rng)
     with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as pool:
         _anneal_population(chains, stop, params, rng, pool)
     best = min(chains, key=lambda chain: tuple(chain.best.tolist()))
-    slots = problem.num_slots
-    return (best.best_cell_of // slots, best.best_cell_of % slots, num_rows), placement_LE
+    return (*np.divmod(best.best_cell_of, problem.num_slots), num_rows), placement_LE
 
 
-def _first_rows_that_pack(
-    problem: Problem, rank_LE: np.ndarray, params: RoutePackParams, rng: np.random.Generator
-) -> tuple[ProxyCosts, list[np.ndarray], int]:
-    attention = attention_proxy(problem)[:, None]
-    shares = (params.attention_share, 1.0 - params.attention_share)
-    most = problem.num_samples // problem.num_slots
-    for rows in range(least_rows(problem), most + 1, problem.topology.row_multiple):
+def _population(
+    problem: Problem, rank_LE: np.ndarray, params: RoutePackParams, seed: int, rng: np.random.Generator
+) -> tuple[list[SwapChain], int]:
+    """Return chains that start from the best layouts without near-duplicates, in the fewest rows that pack."""
+    attention, shares = attention_proxy(problem)[:, None], (params.attention_share, 1.0 - params.attention_share)
+    for rows in row_range(problem):
         costs = proxy_costs(problem, rank_LE, rows, attention, shares, params.similar_share)
         layouts = list(seed_layouts(problem, costs, rows, rng, params.seed_tries))
         if layouts:
-            return costs, layouts, rows
-    raise RoutePackError(
-        f"No packing under the cap of {problem.max_tokens} tokens without empty cells was found up to "
-        f"{most} rows. Raise the cap or lower data_parallel_size."
-    )
-
-
-def _distinct_layouts(
-    problem: Problem,
-    costs: ProxyCosts,
-    layouts: list[np.ndarray],
-    num_rows: int,
-    distance: float,
-    rng: np.random.Generator,
-) -> list[np.ndarray]:
-    """Return the layouts without near-duplicates, best first."""
-    directions_FS = sketch_directions(problem.num_layers, rng)
-    states = [proxy_state(problem, costs, cell_of, num_rows) for cell_of in layouts]
-    order = sorted(range(len(states)), key=lambda k: layout_score(states[k]))
-    sketches = [sketch_layout(costs, states[k], directions_FS) for k in order]
-    return [layouts[order[k]] for k in drop_near_duplicates(sketches, distance)]
+            directions_FS = sketch_directions(problem.num_layers, rng)
+            states = sorted((proxy_state(problem, costs, cell_of, rows) for cell_of in layouts), key=layout_score)
+            sketches = [sketch_layout(costs, state, directions_FS) for state in states]
+            kept = drop_near_duplicates(sketches, params.duplicate_distance)[: params.population]
+            starts = [states[kept[k % len(kept)]].cell_of for k in range(params.population)]
+            return [SwapChain(problem, costs, one, rows, seed_state(seed, k)) for k, one in enumerate(starts)], rows
+    raise no_packing(problem)
 
 
 def _anneal_population(
@@ -241,17 +206,16 @@ def _take_parents(chains: list[SwapChain], parents_K: np.ndarray) -> None:
 
 def solve_open_instruct(
     problem: Problem, *, seed: int = 0, proposals: int = OPEN_INSTRUCT_PROPOSALS
-) -> tuple[tuple[np.ndarray, np.ndarray, int], np.ndarray]:
+) -> tuple[Packing, np.ndarray]:
     """Return open-instruct's bounded sample swaps from first-fit decreasing, improvements only, and identity, [L, E].
 
     Three proxies of equal weight, summed over rows, fall: the most tokens of a rank, the most squared tokens of a rank
     (attention) and the most routed rows of an EP rank, averaged over layers; each relative to its mean.
     """
     row_N, slot_N, num_rows = pack_ffd(problem)
-    slots, placement_LE = problem.num_slots, identity_placement(problem)
-    works_NC = np.column_stack([problem.lengths, problem.lengths**2])
+    placement_LE, works_NC = identity_placement(problem), np.column_stack([problem.lengths, problem.lengths**2])
     rank_LE = ranks_of_slots(placement_LE, problem.num_ranks)
     costs = proxy_costs(problem, rank_LE, num_rows, works_NC, shares=(1 / 3, 1 / 3, 1 / 3), similar=0.0)
-    chain = SwapChain(problem, costs, row_N * slots + slot_N, num_rows, seed_state(seed))
+    chain = SwapChain(problem, costs, row_N * problem.num_slots + slot_N, num_rows, seed_state(seed))
     chain.run(0, proposals)
-    return (chain.best_cell_of // slots, chain.best_cell_of % slots, num_rows), placement_LE
+    return (*np.divmod(chain.best_cell_of, problem.num_slots), num_rows), placement_LE

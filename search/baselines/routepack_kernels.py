@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from search.random_bits import random_below, random_threshold
+from search.kernels import random_below, random_threshold
 
 
 class ProxyCosts(NamedTuple):

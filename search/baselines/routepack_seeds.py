@@ -1,8 +1,6 @@
 """Layouts that RoutePack's population starts from, and the sketch that drops near-duplicates among them.
 
 A layout is the cell of each sample, [N], with cell = unit * S + slot in block and unit = row * B + block.
-
-Shape suffixes: N samples, U units, D cells of all units together, P EP ranks, L MoE layers, F features of a unit.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ import numpy as np
 from numba import njit
 
 from search.baselines.routepack_kernels import ProxyCosts, ProxyState
+from search.kernels import random_below
 from search.packing.seeds import heavy_first
 from search.problem import Problem
-from search.random_bits import random_below
 
 WINDOWS = (1, 4, 16, 64)
 """Widths of the windows of the length-sorted order that are shuffled; 1 leaves it as it is."""

@@ -1,7 +1,4 @@
-"""Published heuristics, written from their descriptions: seeds for the search and baselines to beat.
-
-Shape suffixes: N samples, R rows, D DP slots, L MoE layers, E experts, P EP ranks. Bins are lists of sample indices.
-"""
+"""Published heuristics, written from their descriptions: seeds for the search and baselines to beat."""
 
 from __future__ import annotations
 
@@ -10,25 +7,32 @@ import heapq
 import numpy as np
 
 from profiler import RoutePackError
-from search.problem import Problem, least_rows
+from search.problem import Problem, no_packing, row_range
 
 Bins = list[list[int]]
+Packing = tuple[np.ndarray, np.ndarray, int]
+"""Row and slot of each sample, [N] each, and the number of rows."""
 
 
-def first_fit_decreasing(lengths: np.ndarray, max_tokens: int) -> Bins:
-    """Pack longest first, each sample into the first bin with room (AReaL, prime-rl: hard cap)."""
-    bins: Bins = []
-    room: list[int] = []
-    for i in np.argsort(-lengths, kind="stable").tolist():
+def first_fit_decreasing(
+    lengths: np.ndarray, max_tokens: int, members: np.ndarray | None = None, *, opened: int = 0, fewest: bool = False
+) -> Bins:
+    """Pack ``members`` (all) longest first, each into the first bin with room (AReaL, prime-rl: hard cap).
+
+    With ``fewest``, into the bin with room that holds fewest samples. So many bins are ``opened`` beforehand.
+    """
+    chosen = np.arange(len(lengths)) if members is None else members
+    bins: Bins = [[] for _ in range(opened)]
+    room = [max_tokens] * opened
+    for i in chosen[np.argsort(-lengths[chosen], kind="stable")].tolist():
         length = int(lengths[i])
-        for b, free in enumerate(room):
-            if length <= free:
-                bins[b].append(i)
-                room[b] = free - length
-                break
-        else:
-            bins.append([i])
-            room.append(max_tokens - length)
+        fitting = (b for b, free in enumerate(room) if length <= free)
+        b = min(fitting, key=lambda b: len(bins[b]), default=-1) if fewest else next(fitting, -1)
+        if b < 0:
+            bins.append([])
+            room.append(max_tokens)
+        bins[b].append(i)
+        room[b] -= length
     return bins
 
 
@@ -89,13 +93,10 @@ def fill_bins(bins: Bins, lengths: np.ndarray, multiple: int) -> Bins:
     return bins
 
 
-def cells_of_bins(
-    bins: Bins, problem: Problem, weights: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Deal bins to (row, slot) and return (row [N], slot [N], number of rows).
+def cells_of_bins(bins: Bins, problem: Problem, weights: np.ndarray | None = None) -> Packing:
+    """Deal bin k to row k // D and slot k % D, and return the packing.
 
-    In order of creation bin k becomes row k // D on slot k % D; with ``weights`` [N] the bins are first sorted by
-    falling total weight, so that the cells of a row resemble one another.
+    With ``weights`` [N] bins are first sorted by falling weight, so that the cells of a row resemble one another.
     """
     slots = problem.num_slots
     if weights is not None:
@@ -111,24 +112,20 @@ def sample_flops(problem: Problem) -> np.ndarray:
     return 24576 * problem.lengths + problem.lengths**2
 
 
-def pack_ffd(problem: Problem) -> tuple[np.ndarray, np.ndarray, int]:
+def pack_ffd(problem: Problem) -> Packing:
     """First-fit decreasing over the whole step, bins dealt in order of creation (AReaL, prime-rl)."""
     bins = first_fit_decreasing(problem.lengths, problem.max_tokens)
     multiple = problem.num_slots * problem.topology.row_multiple
     return cells_of_bins(fill_bins(bins, problem.lengths, multiple), problem)
 
 
-def pack_karmarkar_karp(problem: Problem, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+def pack_karmarkar_karp(problem: Problem, weights: np.ndarray) -> Packing:
     """Karmarkar-Karp over all cells of the step; rows are added until the cap holds (verl 0.9.1's rule).
 
     Cells are dealt to rows by falling weight, as slime's balanced deal does.
     """
-    slots = problem.num_slots
-    for rows in range(least_rows(problem), problem.num_samples // slots + 1, problem.topology.row_multiple):
-        bins = karmarkar_karp(weights, rows * slots)
+    for rows in row_range(problem):
+        bins = karmarkar_karp(weights, rows * problem.num_slots)
         if all(bins) and max(int(problem.lengths[b].sum()) for b in bins) <= problem.max_tokens:
             return cells_of_bins(bins, problem, weights)
-    raise RoutePackError(
-        f"Karmarkar-Karp finds no packing under the cap of {problem.max_tokens} tokens without empty cells. "
-        "Raise the cap or lower data_parallel_size."
-    )
+    raise no_packing(problem)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from search.packing.kernels import move_apply, move_delta_ns, objective
-from search.packing.state import Move
-from search.random_bits import random_below, random_threshold
+from search.kernels import random_below, random_threshold
+from search.packing.kernels import Move, fill_rows, move_apply, move_delta_ns, objective
 
-RELOCATE, SIMILAR, WITHIN, TWO, CELLS = range(1, 6)
-"""Places of the shares of moves in ``limits`` (in 1/1024, the rest swaps any two samples); place 0 is the cap."""
-SAME_SLOT = 6
-"""Place in ``limits`` of D where samples must stay on their DP slot unless swapped one for one, else 0."""
-
-
+RELOCATE, SIMILAR, WITHIN, TWO, CELLS, SAME_SLOT = range(1, 7)
+"""Places in ``limits``, after the cap: the shares of moves, in 1/1024, and D where samples must stay on their DP slot
+unless swapped one for one, else 0."""
+SHARES = (154, 512, 154, 205, 41)
+"""One sample moves, two of similar length change places (else any two); drawn before these: exchanges inside a row and
+block, which are cheap, one sample for two, and whole cells."""
 TRIES = 4
 """Partners tried in turn for a sample drawn, while its loads are in the cache."""
 
@@ -74,16 +73,9 @@ def propose_within(costs, state, move, limits, rng):
     if limits[SAME_SLOT] == 0 and state.cell_count[source] > 1 and random_below(rng, 4) == 0:
         j = np.int64(-1)
     gained = -costs.lengths[i] + (costs.lengths[j] if j >= 0 else 0)
-    if (
-        target == source
-        or state.cell_tokens[source] + gained > limits[0]
-        or state.cell_tokens[target] - gained > limits[0]
-    ):
-        return
-    move.cells[0], move.cells[1], move.tokens[0] = source, target, gained
-    move.samples[0], move.samples[1], move.samples[2], move.samples[3] = i, -1, j, -1
-    for c in range(move.core.size):
-        move.core[c] = -costs.sequence_ns[i, c] + (costs.sequence_ns[j, c] if j >= 0 else 0)
+    fits = state.cell_tokens[source] + gained <= limits[0] and state.cell_tokens[target] - gained <= limits[0]
+    if fits and target != source:
+        fill_exchange(costs, move, source, i, j, target)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -103,8 +95,12 @@ def propose_two(costs, state, move, limits, rng):
     gained = costs.lengths[j] + costs.lengths[j2] - costs.lengths[i]
     if state.cell_tokens[source] + gained > limits[0] or state.cell_tokens[target] - gained > limits[0]:
         return
-    move.samples[0], move.samples[1], move.samples[2], move.samples[3] = i, -1, j, j2
-    _fill_move(costs, move, source, target)
+    fill_exchange(costs, move, source, i, j, target)
+    fill_rows(costs, move)
+    move.samples[3], move.tokens[0] = j2, gained
+    for c in range(move.core.size):
+        move.core[c] += costs.sequence_ns[j2, c]
+    _add_rows(costs, move, j2, 1)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -125,23 +121,6 @@ def propose_cells(costs, state, move, limits, rng):
         _add_rows(costs, move, state.members[a, k], -1)
     for k in range(state.cell_count[b]):
         _add_rows(costs, move, state.members[b, k], 1)
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _fill_move(costs, move, a, b):
-    """Fill a move from its samples: what cell a gains."""
-    move.cells[0], move.cells[1] = a, b
-    move.tokens[0] = 0
-    move.core[:] = 0
-    move.diff[:] = 0
-    for k in range(4):
-        i = move.samples[k]
-        if i >= 0:
-            sign = -1 if k < 2 else 1
-            move.tokens[0] += sign * costs.lengths[i]
-            for c in range(move.core.size):
-                move.core[c] += sign * costs.sequence_ns[i, c]
-            _add_rows(costs, move, i, sign)
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -1,7 +1,6 @@
 """Pack samples into rows and slots under a fixed placement: state for the kernels and one annealing leg.
 
-Shape suffixes: N samples, L MoE layers, E experts, P EP ranks. A *cell* number here is ``unit * S + slot in block``
-with ``unit = row * B + block``, which equals ``row * D + slot``.
+A *cell* number here is ``unit * S + slot in block`` with ``unit = row * B + block``, which equals ``row * D + slot``.
 """
 
 from __future__ import annotations
@@ -11,14 +10,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from search.load_kernels import sample_rank_rows
-from search.packing.kernels import fill_state, objective
-from search.packing.moves import anneal
-from search.packing.state import PackCosts, PackState
+from search.kernels import sample_rank_rows
+from search.packing.kernels import PackCosts, PackState, fill_state, objective
+from search.packing.moves import SHARES, anneal
 from search.problem import Problem
 
 LEG_PROPOSALS = 4096
 """Proposals at one temperature between two looks at the budget."""
+HOT = 30.0
+"""First temperature, in units of :meth:`PackChain.roughness`."""
+COLD = 2e-5
+"""Last temperature, as a share of the mean time of a (row, block)."""
 AMPLE = 200
 """Proposals a sample from which on a chain starts as hot as it is told; with fewer it could not cool what it stirs."""
 
@@ -27,11 +29,13 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
     """Return the kernels' constants for a placement (rank of each expert, [L, E])."""
     topology, tables, (cap, over_cap_ns) = problem.topology, problem.tables, problem.receive_wall
     order = np.argsort(problem.lengths, kind="stable")
+    loads = sample_rank_rows(problem.counts, order, rank_LE, problem.num_ranks)
+    narrow = loads.max(initial=0) < 1 << 16  # half the memory to read per proposal
     nothing = np.zeros((1, problem.sequence_ns.shape[1]), np.int64)
     return PackCosts(
         order=order,
         lengths=problem.lengths[order],
-        loads=_narrow(sample_rank_rows(problem.counts, order, rank_LE, problem.num_ranks)),
+        loads=loads.astype(np.uint16) if narrow else loads,
         sequence_ns=np.append(problem.sequence_ns[order], nothing, axis=0),
         cell_ns=problem.cell_ns,
         exchange_ns=problem.exchange_ns,
@@ -47,11 +51,6 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
         cap=cap,
         over_cap_ns=over_cap_ns,
     )
-
-
-def _narrow(loads: np.ndarray) -> np.ndarray:
-    """Return loads as 16-bit numbers where they fit: half the memory to read per proposal."""
-    return loads.astype(np.uint16) if loads.max(initial=0) < 1 << 16 else loads
 
 
 def pack_state(problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows: int) -> PackState:
@@ -94,10 +93,8 @@ class PackChain:
         self.best_cell_of = cell_of
         self.proposals = self.idle = self.priced = 0
         self._refused = np.zeros(LEG_PROPOSALS // 2, np.int64)
-        params, same_slot = problem.params, problem.num_slots if problem.params.equal_samples else 0
-        kinds = ("relocate", "similar", "within", "two", "cell")
-        shares = [round(1024 * getattr(params, f"{kind}_share")) for kind in kinds]
-        self._limits = np.array([problem.max_tokens, *shares, same_slot], np.int64)
+        same_slot = problem.num_slots if problem.params.equal_samples else 0
+        self._limits = np.array([problem.max_tokens, *SHARES, same_slot], np.int64)
         self._load(costs)
 
     def _load(self, costs: PackCosts) -> None:
@@ -120,14 +117,14 @@ class PackChain:
 
         That is how high the steps are that annealing must climb: it differs tenfold between workloads.
         """
-        self._anneal(int(2 * self._mean_ns() * self.problem.params.cold_temperature))
+        self._anneal(int(2 * self._mean_ns() * COLD))
         prices = np.sort(self._refused[self._refused > 0])
         return float(prices[len(prices) // 10]) / (2 * self._mean_ns()) if len(prices) else 0.0
 
     def run(self, hot: float, until: float, progress: Callable[..., float]) -> None:
         """Anneal from ``hot`` to the cold temperature (shares of a unit's mean time) until that progress."""
         mean_ns, begin = self._mean_ns(), self._gone(progress)
-        cold = min(hot, self.problem.params.cold_temperature) or 1e-12
+        cold = min(hot, COLD) or 1e-12
         legs = 0
         while (now := self._gone(progress)) < until:
             if legs == 1 and now > begin:  # the first leg, cold, shows how many proposals the budget holds

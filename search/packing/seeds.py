@@ -1,6 +1,6 @@
 """Packings to start from, made for a given number of rows under the cap.
 
-Shape suffixes: N samples. Cells are numbered ``unit * S + slot in block``; a unit is one (row, EP block) with S cells.
+Cells are numbered ``unit * S + slot in block``; a unit is one (row, EP block) with S cells.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ import numpy as np
 from numba import njit
 
 from costmodels import lookup_ns
-from search.load_kernels import layer_time_ns, over_cap_ns
-from search.random_bits import random_below, random_threshold
+from search.kernels import layer_time_ns, over_cap_ns, random_below, random_threshold
 
 SIMILAR_OF_8 = 7
 """Of eight swaps, how many are drawn between experts of similar load; the others between any two."""

@@ -1,7 +1,4 @@
-"""Longest processing time first, and the two ways to write a placement: ranks and physical slots.
-
-Shape suffixes: L MoE layers, E experts.
-"""
+"""Longest processing time first, and the two ways to write a placement: ranks and physical slots."""
 
 from __future__ import annotations
 

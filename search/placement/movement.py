@@ -2,8 +2,6 @@
 
 A moved expert takes its weights and optimizer state along. The price of a move is spread over the steps until experts
 are placed anew (the horizon), so that a layer changes only as far as each swap pays.
-
-Shape suffixes: L MoE layers, E experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Place experts for the rows of a given packing, layer by layer.
-
-Shape suffixes: N samples, U units (row x EP block), L MoE layers, E experts, P EP ranks.
-"""
+"""Place experts for the rows of a given packing, layer by layer."""
 
 from __future__ import annotations
 
@@ -9,12 +6,13 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from search.load_kernels import unit_expert_rows
+from search.kernels import seed_state, unit_expert_rows
 from search.placement.kernels import LayerCosts, fill_layer, improve_layer
 from search.placement.movement import Residence
 from search.problem import Problem
-from search.random_bits import seed_state
 
+HOT = 2e-3
+"""First temperature, as a share of a layer's mean time in one (row, block); the last is a hundredth of it."""
 PLACEMENT_SHARE = 0.1
 """Most of a wall-clock budget that one placement pass may take."""
 
@@ -55,7 +53,7 @@ class LayerLoads:
         better, rng = rank_of.copy(), seed_state(seed, layer)
         home, move_ns = (better, 0) if residence is None else (residence.rank_LE[layer], residence.move_ns)
         mean_ns = self.layer_ns(layer, rank_of) // self._units
-        hot_ns = int(mean_ns * self._problem.params.placement_temperature)
+        hot_ns = int(mean_ns * HOT)
         schedule = (self._problem.num_ranks, swaps, hot_ns, hot_ns // 100, move_ns)
         return int(improve_layer(self.costs(layer), better, home, rng, schedule)), better
 

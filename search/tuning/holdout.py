@@ -31,13 +31,7 @@ class Interval:
 
 
 def compare_on_holdout(task: TuneTask, setting: Mapping[str, Any], observer: Observer | None = None) -> dict[str, Any]:
-    """Plan the held-out batches with a setting and with the defaults; return scores, gain and interval.
-
-    Raises
-    ------
-    RoutePackError
-        If a held-out batch cannot be planned.
-    """
+    """Plan the held-out batches with a setting and with the defaults; return scores, gain and interval."""
     observer, scorer = observer or Observer(), Scorer(task)
     seeds = tuple(task.seed + 1 + k for k in range(task.params.holdout_seeds))
     same = task.planner_of(setting) == task.planner_of({})
@@ -45,12 +39,15 @@ def compare_on_holdout(task: TuneTask, setting: Mapping[str, Any], observer: Obs
     defaults = _in_turn(scorer, {}, seeds, [], observer)
     best = defaults if same else _in_turn(scorer, setting, seeds, defaults, observer)
     observer.finish("held-out batches")
+    rests_on = f"{len(task.held_out)} batches x {len(seeds)} seeds"
+    if len(task.held_out) < 2:
+        rests_on = f"one batch and {len(seeds)} seeds: it says nothing of other batches" if best else "no batch"
     found: dict[str, Any] = {
         "best": [asdict(score) for score in best],
         "default_settings": [asdict(score) for score in defaults],
         **dict.fromkeys(("gain_pct", "low_pct", "high_pct", "best_value", "default_value")),
         "seeds": list(seeds),
-        "rests_on": _rests_on(task),
+        "rests_on": rests_on,
     }
     if best:
         values = np.array([score.value(task.params) for score in best]).reshape(len(seeds), -1)
@@ -106,12 +103,3 @@ def _in_turn(
             scores.append(score)
             observer.advance("held-out batches", score.name)
     return scores
-
-
-def _rests_on(task: TuneTask) -> str:
-    batches, seeds = len(task.held_out), task.params.holdout_seeds
-    if batches == 0:
-        return "no batch"
-    if batches == 1:
-        return f"one batch and {seeds} seeds: it says nothing of other batches"
-    return f"{batches} batches x {seeds} seeds"

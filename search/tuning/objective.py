@@ -96,10 +96,7 @@ class Scorer:
     def score(self, setting: Mapping[str, Any], index: int) -> BatchScore:
         """Plan one batch with a setting after the defaults' plan of the batch before.
 
-        Raises
-        ------
-        RoutePackError
-            If the batch cannot be planned or its value is not finite: the setting is infeasible.
+        A :class:`RoutePackError` says that the setting is infeasible: no plan, or no finite value.
         """
         previous = self._defaults(index - 1)[0] if index else None
         _, reference = self._defaults(index)
@@ -148,22 +145,3 @@ class Scorer:
                     f"The planner's own settings, which all are compared with, fail. {error} Start from others."
                 ) from None
         return self._chain[index]
-
-
-def trial_metrics(scores: Sequence[BatchScore], params: TuneParams) -> dict[str, float]:
-    """Return the numbers worth tracking of a trial's batches: means, then the step time and value of each."""
-    if not scores:
-        return {}
-    metrics = {
-        "objective": study_value(scores, params),
-        "step_time_s": statistics.fmean(s.step_time_s for s in scores),
-        "move_s": statistics.fmean(s.move_s for s in scores),
-        "plan_s": statistics.fmean(s.plan_s for s in scores),
-        "gap_to_bound": statistics.fmean(s.step_time_s / s.lower_bound_s - 1 for s in scores),
-    }
-    if params.two_objectives:
-        metrics["plan_value"] = statistics.fmean(s.plan_value for s in scores)
-    for score in scores:
-        metrics[f"step_time_s.{score.name}"] = score.step_time_s
-        metrics[f"value.{score.name}"] = score.value(params)
-    return metrics

@@ -24,13 +24,7 @@ NEEDS = {"gp": "torch", "cmaes": "cmaes"}
 
 
 def make_sampler(task: TuneTask, worker: int, finished: int) -> Any:
-    """Return the sampler of a worker, seeded by the study's seed, the worker and the trials finished before it.
-
-    Raises
-    ------
-    RoutePackError
-        If the sampler's package is not installed.
-    """
+    """Return the sampler of a worker, seeded by the study's seed, the worker and the trials finished before it."""
     import optuna
 
     name = task.params.sampler

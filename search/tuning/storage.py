@@ -49,11 +49,6 @@ def open_study(task: TuneTask, storage: str, study_name: str, *, new_study: bool
     ----------
     new_study
         Begin a fresh study; where the name is taken it gets the first free one of ``name-2``, ``name-3`` ...
-
-    Raises
-    ------
-    RoutePackError
-        If the storage cannot be opened, or holds a study of other inputs; the message shows the difference.
     """
     import optuna
 

@@ -10,17 +10,20 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from profiler import Observer, RoutePackError
-from search.tuning.claims import finished_trials
 from search.tuning.holdout import choose_export, compare_on_holdout
 from search.tuning.storage import is_server, open_study
-from search.tuning.task import CAP, TrialListener, TuneTask
-from search.tuning.trials import Watch, best_trial, state_of
+from search.tuning.task import CAP, TuneTask
+from search.tuning.trials import best_trial, finished_trials, state_of
 from search.tuning.workers import run_workers, work
+
+TrialListener = Callable[[Sequence[Any]], None]
+"""Is given the finished trials (Optuna's) of its own workers at a study's start and whenever there are more, all at its
+end."""
 
 
 def run_study(
@@ -32,7 +35,7 @@ def run_study(
     workers: int = 1,
     ray: bool = False,
     observer: Observer | None = None,
-    listener: TrialListener | None = None,
+    listener: TrialListener = lambda trials: None,
 ) -> dict[str, Any]:
     """Run or resume a study until it holds ``trials`` finished trials; return its summary.
 
@@ -45,7 +48,7 @@ def run_study(
     workers, ray
         Processes of this machine, or tasks of a Ray cluster.
     listener
-        Is told of finished trials (see :data:`search.tuning.task.TrialListener`).
+        Is told of finished trials (see :data:`search.tuning.study.TrialListener`).
 
     Returns
     -------
@@ -61,23 +64,35 @@ def run_study(
     study = open_study(task, storage, study_name)
     first = secrets.randbelow(2**32) if is_server(storage) else 0  # no other machine's workers have these numbers
     numbers, job = range(first, first + workers), (task, storage, study_name, trials)
-    watch = Watch(task, study, trials, numbers, observer, listener or (lambda records: None))
+    told = -1
+
+    def look() -> None:
+        """Tell what finished since the last look: the observer on any machine, the listener of its own workers."""
+        nonlocal told
+        finished = finished_trials(study)
+        if len(finished) == told:
+            return
+        best = best_trial(task, finished)
+        for _ in range(len(finished) - max(0, told)):
+            observer.advance("trials", f"best {100 * (1 - best.values[0]):+.2f}% against the defaults" if best else "")
+        told = len(finished)
+        # Others tell of theirs: several launchers that sent the same trial would double it.
+        listener([trial for trial in finished if trial.user_attrs.get("worker") in numbers])
+
+    observer.start("trials", trials)
+    look()
     if ray or workers > 1:
-        run_workers(job, study, numbers, watch, ray=ray)
+        run_workers(job, study, numbers, look, ray=ray)
     else:
-        work(job, first, watch.look)
-    watch.finish()
+        work(job, first, look)
+    look()
+    listener(finished_trials(study))
+    observer.finish("trials")
     return summarise(task, study, observer)
 
 
 def summarise(task: TuneTask, study: Any, observer: Observer | None = None) -> dict[str, Any]:
-    """Try the winner on the held-out batches and return all there is to tell of a study.
-
-    Raises
-    ------
-    RoutePackError
-        If no trial is feasible: nothing can be exported.
-    """
+    """Try the winner on the held-out batches and return all there is to tell of a study."""
     trials = study.get_trials(deepcopy=False)
     best = best_trial(task, trials)
     if best is None:
@@ -89,6 +104,7 @@ def summarise(task: TuneTask, study: Any, observer: Observer | None = None) -> d
     export, reason = choose_export(best.number, best.params == default_setting, holdout)
     counts = Counter(map(state_of, trials))
     times = [t.user_attrs["time"] for t in trials if "time" in t.user_attrs]
+    front = sorted(study.best_trials, key=lambda trial: trial.values) if task.params.two_objectives else []
     return {
         "study": study.study_name,
         "signature": task.signature,
@@ -106,7 +122,10 @@ def summarise(task: TuneTask, study: Any, observer: Observer | None = None) -> d
             }
             for t in finished_trials(study)
         ],
-        "pareto": _pareto(study) if task.params.two_objectives else [],
+        "pareto": [
+            {"number": t.number, "step_value": t.values[0], "plan_value": t.values[1], "params": t.params}
+            for t in front
+        ],
         "importances": _importances(study, complete),
         "holdout": holdout,
         "export": export,
@@ -126,13 +145,6 @@ def _value(trial: Any) -> float | None:
         return float(trial.values[0])
     seen = list(trial.intermediate_values.values())
     return math.fsum(seen) / len(seen) if seen and "infeasible" not in trial.user_attrs else None
-
-
-def _pareto(study: Any) -> list[dict[str, Any]]:
-    front = sorted(study.best_trials, key=lambda trial: trial.values)
-    return [
-        {"number": t.number, "step_value": t.values[0], "plan_value": t.values[1], "params": t.params} for t in front
-    ]
 
 
 def _importances(study: Any, complete: Sequence[Any]) -> dict[str, float]:

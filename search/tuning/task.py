@@ -1,4 +1,4 @@
-"""What a study tunes on and towards: its settings, its step batches, the space it may search, who listens to it.
+"""What a study tunes on and towards: its settings, its step batches and the space that it may search.
 
 A setting is a dictionary from knob to value: the names of ``TUNABLE``, and ``max_tokens`` (the microbatch cap) where
 the user allows several caps.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -68,27 +68,6 @@ class TuneParams:
         for name, wanted, holds in checks:
             if not holds:
                 raise ValueError(f"Expected {name} {wanted}, got {getattr(self, name)!r}.")
-
-
-@dataclass(frozen=True, slots=True)
-class TrialRecord:
-    """What a finished trial came to."""
-
-    number: int
-    state: str
-    """``complete``, ``pruned`` (stopped early) or ``infeasible``."""
-    reason: str
-    """Why it is not complete."""
-    setting: dict[str, Any]
-    """All the planner's parameters, and the cap where it is tuned."""
-    metrics: dict[str, float]
-    """Means over the batches planned, and ``step_time_s.NAME`` and ``value.NAME`` of each."""
-    time_ms: int
-    """When it ended, since 1970."""
-
-
-TrialListener = Callable[[Sequence[TrialRecord]], None]
-"""Is given the finished trials of its own workers at a study's start and whenever there are more, all at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +173,7 @@ class TuneTask:
         return json.loads(canonical_json(signature))
 
     def check_same(self, stored: Mapping[str, Any], where: str) -> None:
-        """Refuse the signature of a study that was made from other inputs.
-
-        Raises
-        ------
-        RoutePackError
-            With what was added, removed and changed.
-        """
+        """Refuse the signature of a study that was made from other inputs."""
         wanted = self.signature
         if changed := [key for key in wanted if stored.get(key) != wanted[key]]:
             details = [difference(_WORDS.get(key, key), stored.get(key), wanted[key]) for key in changed]
@@ -223,9 +196,9 @@ def difference(name: str, old: Any, new: Any) -> str:
         "removed": [key for key in old if key not in new],
         "changed": [difference(key, old[key], new[key]) for key in new if key in old and old[key] != new[key]],
     }
-    return f"{name}: {', '.join(f'{word} {_listed(items)}' for word, items in found.items() if items)}"
-
-
-def _listed(items: list[str]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more
+    said = []
+    for word, items in found.items():
+        more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+        if items:
+            said.append(f"{word} {', '.join(items[:_SHOWN])}{more}")
+    return f"{name}: {', '.join(said)}"

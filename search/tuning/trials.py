@@ -1,14 +1,24 @@
-"""Trials: drawn by a sampler, planned batch by batch, stopped when they lose, and told to whoever listens.
+"""Trials: begun by one worker at a time, planned batch by batch, stopped when they lose.
 
 Trial states: complete with finite values; pruned when stopped early (attribute ``pruned``) or infeasible (attribute
 ``infeasible`` with the reason, and a constraint); failed when its process died, or when it repeats a finished setting
 (``duplicate``; nothing is planned then, and the sampler does not hear of it). Only complete and pruned ones are
-*finished* and count.
+*finished* and count: workers of one study never begin more than are missing, whatever dies when.
+
+A worker takes the study's lock, and while it holds it, looks how many trials are finished or running, and begins one if
+some are missing. A second lock, whose number the trial carries, it holds for as long as it works on the trial. Locks
+are the system's and go with their holder: a running trial whose lock is free has lost its worker. It is failed once and
+its setting tried again, at most ``MAX_RETRIES`` times.
+
+Invariant: under the study's lock, every running trial carries the number of its lock, or its worker was killed before
+it could write it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -16,29 +26,39 @@ from typing import Any
 
 import numpy as np
 
-from profiler import Observer, RoutePackError
-from search.tuning.claims import Claims, finished_trials
-from search.tuning.objective import BatchScore, Scorer, objectives_of, trial_metrics
+from profiler import RoutePackError
+from search.tuning.locks import Locks, alone
+from search.tuning.objective import BatchScore, Scorer, objectives_of
 from search.tuning.samplers import distributions, make_pruner, make_sampler
-from search.tuning.task import CAP, TrialListener, TrialRecord, TuneTask
+from search.tuning.task import TuneTask
 
 MAX_REPEATS = 20
 """Proposals in a row that repeat finished trials before a worker takes the space for exhausted."""
+MAX_RETRIES = 2
+"""A setting that kills its worker every time must not end the study."""
+POLL_S = 0.2
 
 
-def run_trials(task: TuneTask, claims: Claims, after_trial: Callable[[], None] = lambda: None) -> None:
-    """Run trials until the study holds the claims' target of finished ones, or the space is exhausted."""
+def run_trials(
+    task: TuneTask,
+    study: Any,
+    locks: Locks,
+    target: int,
+    worker: int = 0,
+    after_trial: Callable[[], None] = lambda: None,
+) -> None:
+    """Run trials until the study holds ``target`` finished ones, or the space is exhausted; leave none running."""
     from optuna.exceptions import UpdateFinishedTrialError
     from optuna.trial import TrialState
 
-    study, scorer, space = claims.study, Scorer(task), distributions(task)
+    scorer, space = Scorer(task), distributions(task)
     order = np.random.default_rng(task.seed).permutation(task.tuned).tolist()
-    study.sampler = make_sampler(task, claims.worker, len(finished_trials(study)))
+    study.sampler = make_sampler(task, worker, len(finished_trials(study)))
     study.pruner = make_pruner(task)
     ended_s, repeats = time.perf_counter(), 0
     scorer.warm_up()
     try:
-        while repeats < MAX_REPEATS and (trial := claims.begin(space)) is not None:
+        while repeats < MAX_REPEATS and (trial := begin_trial(study, locks, target, space, worker)) is not None:
             with contextlib.suppress(UpdateFinishedTrialError):  # others took this worker for dead and failed its trial
                 same = [other.number for other in finished_trials(study) if other.params == trial.params]
                 if same:
@@ -52,10 +72,11 @@ def run_trials(task: TuneTask, claims: Claims, after_trial: Callable[[], None] =
                     trial.set_user_attr("time", spent)
                     ended_s = now_s
                 study.tell(trial, values, state, skip_if_finished=True)
-            claims.end()
+            locks.close()
             after_trial()
     finally:
-        claims.end()
+        locks.close()
+        fail_abandoned(study, locks)
 
 
 def _plan(trial: Any, scorer: Scorer, order: Sequence[int]) -> tuple[list[float] | None, Any]:
@@ -83,54 +104,60 @@ def _plan(trial: Any, scorer: Scorer, order: Sequence[int]) -> tuple[list[float]
     return values, state
 
 
-class Watch:
-    """Tell an observer of a study's progress, and a listener of what its own workers finished."""
+def begin_trial(study: Any, locks: Locks, target: int, space: dict[str, Any], worker: int) -> Any:
+    """Begin a trial, with a value for every knob of a space; return None where all are finished.
 
-    def __init__(
-        self, task: TuneTask, study: Any, target: int, workers: range, observer: Observer, listener: TrialListener
-    ) -> None:
-        self._task, self._study, self._workers = task, study, workers
-        self._observer, self._listener = observer, listener
-        self._seen = -1
-        observer.start("trials", target)
-        self.look()
-
-    def look(self) -> None:
-        """Tell what finished since the last look, on any machine."""
-        finished = finished_trials(self._study)
-        if len(finished) == self._seen:
-            return
-        best = best_trial(self._task, finished)
-        told = f"best {100 * (1 - best.values[0]):+.2f}% against the defaults" if best else ""
-        for _ in range(len(finished) - max(0, self._seen)):
-            self._observer.advance("trials", told)
-        self._seen = len(finished)
-        # Others tell of theirs: several launchers that sent the same trial would double it.
-        self._tell([trial for trial in finished if trial.user_attrs.get("worker") in self._workers])
-
-    def finish(self) -> None:
-        """Tell the rest."""
-        self.look()
-        self._tell(finished_trials(self._study))
-        self._observer.finish("trials")
-
-    def _tell(self, trials: Sequence[Any]) -> None:
-        self._listener([record_of(self._task, trial) for trial in trials])
+    While the last missing trials run elsewhere it waits: if their worker dies, they are this one's. The trial is the
+    worker's until it closes its locks: unless it was told of by then, it is abandoned.
+    """
+    while True:
+        with alone(locks):
+            _fail_abandoned(study, locks)
+            # In this order a trial that ends in between counts twice, which costs a look; else it would be missed.
+            running, finished = len(_trials(study, "RUNNING")), len(finished_trials(study))
+            if finished + running < target:
+                lock = next(number for number in itertools.count(1) if locks.take(number))
+                trial = study.ask(space)
+                trial.set_user_attr("worker", worker)
+                trial.set_user_attr("lock", lock)
+                return trial
+        if finished >= target:
+            return None
+        time.sleep(POLL_S * random.uniform(0.5, 1.5))
 
 
-def record_of(task: TuneTask, trial: Any) -> TrialRecord:
-    """Return what a finished trial of the storage came to."""
-    attrs, state = trial.user_attrs, state_of(trial)
-    scores = [] if state == "infeasible" else [BatchScore(**score) for score in attrs.get("scores", ())]
-    cap = {CAP: trial.params[CAP]} if CAP in trial.params else {}
-    return TrialRecord(
-        number=trial.number,
-        state=state,
-        reason=attrs.get("infeasible") or attrs.get("pruned", ""),
-        setting=asdict(task.planner_of(trial.params)[0]) | cap,
-        metrics=trial_metrics(scores, task.params),
-        time_ms=int(trial.datetime_complete.timestamp() * 1000),
-    )
+def fail_abandoned(study: Any, locks: Locks) -> None:
+    """Fail running trials whose worker is gone, and give their settings another go."""
+    with alone(locks):
+        _fail_abandoned(study, locks)
+    locks.close()
+
+
+def _fail_abandoned(study: Any, locks: Locks) -> None:
+    from optuna.trial import TrialState
+
+    for trial in _trials(study, "RUNNING"):
+        lock = trial.user_attrs.get("lock")
+        if lock is not None:
+            if not locks.take(lock):
+                continue
+            locks.free(lock)
+        told = study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+        setting = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+        retries = trial.user_attrs.get("retries", 0)
+        if told.state == TrialState.FAIL and setting and retries < MAX_RETRIES:  # not one that finished a moment ago
+            study.enqueue_trial(setting, user_attrs={"retries": retries + 1, "retry_of": trial.number})
+
+
+def finished_trials(study: Any) -> list[Any]:
+    """Return the trials with an outcome, complete or pruned, by number."""
+    return _trials(study, "COMPLETE", "PRUNED")
+
+
+def _trials(study: Any, *states: str) -> list[Any]:
+    from optuna.trial import TrialState
+
+    return study.get_trials(deepcopy=False, states=[TrialState[state] for state in states])
 
 
 def state_of(trial: Any) -> str:

@@ -1,6 +1,6 @@
 """Several workers on one study: processes of this machine, or tasks of a Ray cluster.
 
-The parent creates the study and watches it; each worker opens it and claims trials until the total is reached, so the
+The parent creates the study and watches it; each worker opens it and begins trials until the total is reached, so the
 same command on more machines with one server storage just adds workers. Workers are spawned, never forked: LightGBM
 and OpenMP hang in a forked child. The task travels to them in the arguments, from our process to our process.
 
@@ -17,46 +17,40 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from profiler import RoutePackError
-from search.tuning.claims import Claims, fail_abandoned, finished_trials
 from search.tuning.storage import is_server, open_study, shown, study_locks
 from search.tuning.task import TuneTask
-from search.tuning.trials import Watch, run_trials
+from search.tuning.trials import fail_abandoned, finished_trials, run_trials
 
 POLL_S = 0.5
 STOP_S = 5.0
 """Time a worker has to end after a polite signal."""
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Job = tuple[TuneTask, str, str, int]
 """What every worker is given: task, storage, name of the study, trials."""
 
 
-def work(job: Job, worker: int, after_trial: Callable[[], None] = lambda: None) -> None:
-    """Be one worker: run trials, and leave none running."""
+def work(job: Job, worker: int, after_trial: Callable[[], None] = lambda: None, *, threads: int = 0) -> None:
+    """Be one worker: run trials, and leave none running; ``threads`` limits what libraries use, 0 nothing."""
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
     task, storage, name, trials = job
-    study, locks = open_study(task, storage, name), study_locks(storage, name)
-    try:
-        run_trials(task, Claims(study, locks, trials, worker), after_trial)
-    finally:
-        fail_abandoned(study, locks)
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of libraries that are loaded later
+    with threadpool_limits(threads or None):
+        run_trials(task, open_study(task, storage, name), study_locks(storage, name), trials, worker, after_trial)
 
 
-def run_workers(job: Job, study: Any, numbers: range, watch: Watch, *, ray: bool = False) -> None:
+def run_workers(job: Job, study: Any, numbers: range, look: Callable[[], None], *, ray: bool = False) -> None:
     """Run a study with workers of such numbers until it holds the job's trials, those of other machines included.
 
-    With ``ray`` they are tasks of its cluster, one core each; one whose node died is started again by Ray.
-
-    Raises
-    ------
-    RoutePackError
-        If every worker died before that (the message says of what), Ray is not installed, or its nodes cannot reach the
-        storage.
+    ``look`` is called again and again. With ``ray`` workers are tasks of its cluster, one core each; one whose node
+    died is started again by Ray.
     """
     _, storage, name, trials = job
     dead: list[str] = []
@@ -64,7 +58,7 @@ def run_workers(job: Job, study: Any, numbers: range, watch: Watch, *, ray: bool
         with contextlib.closing(_ray_tasks(job, numbers) if ray else _processes(job, numbers)) as polls:
             for reasons in polls:
                 dead += reasons
-                watch.look()
+                look()
     finally:
         fail_abandoned(study, study_locks(storage, name))
     if dead:
@@ -81,15 +75,14 @@ def _processes(job: Job, numbers: range) -> Generator[list[str], None, None]:
     """Start processes of this machine; say again and again of what some died; on the way out none is left."""
     context = multiprocessing.get_context("spawn")
     threads = max(1, len(os.sched_getaffinity(0)) // len(numbers))
-    logs: dict[Any, Path] = {}
     with tempfile.TemporaryDirectory() as folder:
+        logs = {
+            context.Process(target=_work_here, args=(job, number, log, threads), name=log.stem, daemon=True): log
+            for number, log in ((number, Path(folder, f"worker {i}.log")) for i, number in enumerate(numbers))
+        }
         try:
-            for i, number in enumerate(numbers):
-                log = Path(folder) / f"worker-{i}.log"
-                process = context.Process(target=_work_here, args=(job, number, log), name=f"worker {i}", daemon=True)
-                with _environment(dict.fromkeys(THREAD_VARIABLES, str(threads))):  # read when the child imports numpy
-                    process.start()
-                logs[process] = log
+            for process in logs:
+                process.start()
             running = list(logs)
             while running:
                 ended = wait([process.sentinel for process in running], timeout=POLL_S)
@@ -97,59 +90,26 @@ def _processes(job: Job, numbers: range) -> Generator[list[str], None, None]:
                 for process in gone:
                     process.join()
                     running.remove(process)
-                yield [f"{p.name} {_cause(p.exitcode, logs[p])}" for p in gone if p.exitcode]
+                yield [f"{p.name} {_cause(p.exitcode or 0, logs[p])}" for p in gone if p.exitcode]
         finally:
-            for process in logs:
+            begun = [process for process in logs if process.pid]
+            for process in begun:
                 process.terminate()
-            for process in logs:
+            for process in begun:
                 process.join(STOP_S)
                 process.kill()
                 process.join()
 
 
-def _ray_tasks(job: Job, numbers: range) -> Generator[list[str], None, None]:
-    """Start tasks of a Ray cluster; say of what some died; on the way out those that run are cancelled."""
-    try:
-        import ray
-    except ImportError:
-        raise RoutePackError(
-            "Ray is not installed. Use pip install 'routepack-tune[ray]', or run the command on each machine with the "
-            "same --storage postgresql://..."
-        ) from None
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
-    if not is_server(job[1]) and len(ray.nodes()) > 1:
-        raise RoutePackError(
-            f"Storage {shown(job[1])} is a file that other nodes cannot lock. Give --storage postgresql://..."
-        )
-    environment = {"env_vars": dict.fromkeys(THREAD_VARIABLES, "1")}
-    submit, sent = ray.remote(num_cpus=1, runtime_env=environment)(work).remote, ray.put(job)
-    running = [submit(sent, number) for number in numbers]
-    try:
-        while running:
-            ended, running = ray.wait(running, num_returns=1, timeout=POLL_S)
-            dead = []
-            for task in ended:
-                try:
-                    ray.get(task)
-                except ray.exceptions.RayError as error:
-                    dead.append(f"a task failed: {_last_line(str(error))}")
-            yield dead
-    finally:
-        for task in running:
-            ray.cancel(task, force=True)
-
-
-def _work_here(job: Job, worker: int, log: Path) -> None:
+def _work_here(job: Job, worker: int, log: Path, threads: int) -> None:
     """Be one process: say what goes wrong in a log, end with the parent."""
-    handle = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(handle, 2)
+    os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent stops its workers
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     try:
-        work(job, worker)
+        work(job, worker, threads=threads)
     except RoutePackError as error:
         sys.exit(str(error))
 
@@ -167,16 +127,33 @@ def _last_line(text: str) -> str:
     return lines[-1].rstrip(".") if lines else "it said nothing"
 
 
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables of the environment for children started in the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _ray_tasks(job: Job, numbers: range) -> Generator[list[str], None, None]:
+    """Start tasks of a Ray cluster; say of what some died; on the way out those that run are cancelled."""
     try:
-        yield
+        import ray
+    except ImportError:
+        raise RoutePackError(
+            "Ray is not installed. Use pip install 'routepack-tune[ray]', or run the command on each machine with the "
+            "same --storage postgresql://..."
+        ) from None
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    if not is_server(job[1]) and len(ray.nodes()) > 1:
+        raise RoutePackError(
+            f"Storage {shown(job[1])} is a file that other nodes cannot lock. Give --storage postgresql://..."
+        )
+    submit, sent = ray.remote(num_cpus=1)(work).remote, ray.put(job)
+    running = [submit(sent, number, threads=1) for number in numbers]
+    try:
+        while running:
+            ended, running = ray.wait(running, num_returns=1, timeout=POLL_S)
+            dead = []
+            for task in ended:
+                try:
+                    ray.get(task)
+                except ray.exceptions.RayError as error:
+                    dead.append(f"a task failed: {_last_line(str(error))}")
+            yield dead
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for task in running:
+            ray.cancel(task, force=True)

@@ -12,7 +12,7 @@ from costmodels.choose import FIRST_POINTS, MORE_POINTS, KMeansChooser, batches,
 from costmodels.operations.catalog import OPERATIONS
 from profiler import ProfileParams, Topology, load_model
 from profiler.cases.case import Rates, Seen
-from profiler.cases.design import by_class, design_cases, points_by_class
+from profiler.cases.design import Design, by_class, points_by_class
 
 FAST = Rates(1e15, 1e15, 1e13, 1e-6, 1 << 40)
 SEEN = Seen(
@@ -31,7 +31,7 @@ print(*[case.case_id("forward", "") for case in first_round()])
 
 def pool(seen=None, model="Qwen3-30B-A3B"):
     topology = Topology(data_parallel_size=8, expert_model_parallel_size=8)
-    return design_cases(load_model(model), topology, 8192, ProfileParams(), FAST, 2, seen).cases
+    return Design(load_model(model), topology, 8192, ProfileParams(), FAST, 2, seen or Seen()).cases
 
 
 def first_round():
@@ -161,17 +161,12 @@ def test_only_operations_above_the_target_get_more_and_the_cap_ends_them(true_us
     assert {case.op for found in rounds[2:-1] for case in found.cases} == {"experts"}
 
 
-def test_priors_need_to_know_this_device(fitted):
-    with pytest.raises(ValueError, match="fingerprint"):
-        KMeansChooser(priors=[fitted])
-
-
 def test_a_prior_lowers_the_error_of_few_points(fitted, true_us):
     cases = [case for case in pool() if case.op == "experts"]
     first = KMeansChooser().next_round(cases, (), (), ProfileParams()).cases
     rows = [row for row in rows_of(first, true_us, 0.01) if row["direction"] == "forward"]
     alone = KMeansChooser().errors_pct(rows)["experts"]
-    joined = KMeansChooser(priors=[fitted], fingerprint=fitted.fingerprint).errors_pct(rows)["experts"]
+    joined = KMeansChooser(priors=[fitted], arch=fitted.fingerprint.arch).errors_pct(rows)["experts"]
     assert joined < alone
 
 

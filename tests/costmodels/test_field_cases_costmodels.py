@@ -153,7 +153,7 @@ class TestFewRows:
 
     def test_too_few_rows_publish_no_trees_and_say_so(self):
         model, _ = fit_operation(REQUESTS, "forward", request_rows(np.geomspace(1, 1000, 15), 0.4), FitParams())
-        assert (model.seen, model.kind) == (None, "baseline")
+        assert (model.known.trees, model.kind) == (None, "baseline")
         assert "15 rows" in model.reasons[0]
         # Physics is never constant: ten times the tokens, about ten times the time.
         few, many = model.predict_us({"x": [100.0, 1000.0], "rank": [2.0]})[0]
@@ -163,7 +163,7 @@ class TestFewRows:
         rows = request_rows(np.geomspace(1, 1000, 300), 0.0)
         rows["time_us"] = rows["time_us"] * np.exp(0.05 * np.random.default_rng(0).standard_normal(300))
         model, held_out = fit_operation(REQUESTS, "forward", rows, FitParams())
-        assert model.seen is None
+        assert model.known.trees is None
         assert held_out is not None
         assert not held_out.useful()
 
@@ -173,10 +173,8 @@ class TestFewRows:
         assert model.models["alltoall", "forward"].kind == "baseline"
         model.save(tmp_path / "costmodel")
         loaded = CostModel.load(tmp_path / "costmodel")
-        assert (loaded.models["alltoall", "forward"].seen, loaded.models["alltoall", "forward"].kind) == (
-            None,
-            "baseline",
-        )
+        again = loaded.models["alltoall", "forward"]
+        assert (again.known.trees, again.kind) == (None, "baseline")
         assert any("alltoall forward: priced by the physics baseline alone" in note for note in loaded.tables.notes)
 
 

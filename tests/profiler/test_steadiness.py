@@ -10,7 +10,7 @@ import pytest
 
 from profiler import ProfileParams
 from profiler.cases.case import Case
-from profiler.device.readings import CpuUse, cpu_use, foreign_share, slowdowns
+from profiler.device.readings import CpuUse, cpu_use, foreign_share
 from profiler.journal import JOURNAL_NAME, Journal
 from profiler.steadiness import (
     drift,
@@ -212,9 +212,8 @@ def test_orders_need_enough_samples():
     assert order_effect([rising] * 3 + [wild]) == pytest.approx(0.1)
 
 
-def test_reasons_that_cost_time_are_named():
-    assert slowdowns(0x4) == ["the power cap"]
-    assert slowdowns(0x1) == []  # idle
+def test_reasons_that_cost_no_time_are_not_named(tmp_path):
+    assert verdict(tmp_path, [100.0] * 2, slowed_by=[0x1, 0x1])["held_by"] == {}  # idle
 
 
 def test_most_of_a_sweeps_time_is_inside_timed_work(backend, tmp_path):

@@ -19,7 +19,7 @@ from routepack_tune.reports.drift import median_interval, trend_interval
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from routepack_tune.steps.traces import save_step_batch
 from routepack_tune.steps.workload import compare_workloads, workload_statistics
-from search import MaxIterations, build_problem, evaluate
+from search import build_problem, evaluate
 
 WORKLOAD = WorkloadParams(num_prompts=5, rollouts=4, median_tokens=60, sigma=0.6, max_tokens=256)
 HALF = {"attention": 0.08, "experts": 0.08, "exchange": 0.08}
@@ -279,7 +279,7 @@ def test_a_search_too_short_for_a_receive_cap_does_not_end_the_check(job, planne
     plan = Planner.plan
 
     def strict(self, batch, seed=0, previous=None, stop=None, observer=None):
-        if isinstance(stop, MaxIterations) and stop.limit == 1:
+        if stop is not None and stop.max_iterations == 1:
             raise RoutePackError("EP rank 0 receives more rows than max_received_rows, and no plan found avoids it.")
         return plan(self, batch, seed, previous, stop, observer)
 

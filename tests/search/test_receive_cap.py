@@ -8,7 +8,7 @@ from strategies import TOPOLOGIES, make_batch, make_spec, make_tables
 
 from profiler import RoutePackError, Topology
 from search import PlannerParams, build_problem, evaluate, plan_step
-from search.load_kernels import over_cap_ns
+from search.kernels import over_cap_ns
 
 SMALL = PlannerParams(max_iterations=20_000, placement_swaps=500, starts=2)
 TOPOLOGY = TOPOLOGIES[2]

@@ -50,9 +50,9 @@ def test_error_summary_by_hand():
 
 def test_a_constant_correction_is_not_useful():
     true = np.array([2.0, 4.0, 8.0])
-    assert not HeldOut("unseen sizes", true, true / 2, true, None).useful()
-    assert HeldOut("unseen sizes", true, true / 2, true * [1.0, 1.01, 0.99], None).useful()
-    assert not HeldOut("unseen sizes", true, true * 1.01, true * [1.5, 1.0, 1.0], None).useful()
+    assert not HeldOut(true, true / 2, true).useful()
+    assert HeldOut(true, true / 2, true * [1.0, 1.01, 0.99]).useful()
+    assert not HeldOut(true, true * 1.01, true * [1.5, 1.0, 1.0]).useful()
 
 
 def test_report_names_all_contestants(fitted):

@@ -11,7 +11,7 @@ from costmodels.fit import fit_operation
 from costmodels.freezing.pricer import Pricer
 from costmodels.learned.baseline import fit_baseline, scaled_defaults
 from costmodels.operations.catalog import OPERATIONS
-from profiler import Measurements, RoutePackError, Topology
+from profiler import RoutePackError, Topology
 from search import PlannerParams, StepBatch, plan_step
 from search.placement.movement import expert_move_ns
 
@@ -143,18 +143,16 @@ def test_exchanges_cross_nodes_only_where_that_was_timed(hybrid, synthetic):
     eight = Topology(data_parallel_size=8, expert_model_parallel_size=8)
     notes = freeze_tables(nodes_of(hybrid, 4), hybrid.spec, eight, 2048).notes
     assert any("extrapolated from exchanges of one node: links between nodes are slower" in note for note in notes)
-    timed = synthetic.measurements(ops=ALL, backward=True)
-    listed = [{name: column[i] for name, column in timed.rows.items()} for i in range(len(timed))]
-    slow = [
-        {**row, "inter_bytes": row["bytes"] // 2, "time_us": 4.0 * row["time_us"], "ranks": 16}
-        for row in listed if row["op"] == "alltoall"
-    ]  # fmt: skip
-    model = fit_cost_model(
-        Measurements.from_rows([*listed, *slow], timed.meta), hybrid.spec, TOPOLOGY, 2048, synthetic.fast
-    )
+    columns, time_us = rows_of(synthetic, "alltoall")
+    slow = {**columns, "inter_bytes": columns["bytes"] // 2, "ranks": np.full(time_us.size, 16.0)}
+    both = {name: np.concatenate([columns[name], slow[name]]) for name in columns}
+    both["time_us"] = np.concatenate([time_us, 4.0 * time_us])
+    exchange, _ = fit_operation(OPERATIONS["alltoall"], "forward", both, synthetic.fast)
+    model = replace(hybrid, models={**hybrid.models, ("alltoall", "forward"): exchange})
     inside, across = (Pricer(nodes_of(model, n), hybrid.spec, sixteen, 2048).exchange_ns(rows) for n in (16, 8))
     assert (across > 1.5 * inside).all()
-    assert not any("extrapolated from" in note and "ranks" in note for note in model.tables.notes)
+    notes = freeze_tables(model, hybrid.spec, TOPOLOGY, 2048).notes
+    assert not any("extrapolated from" in note and "ranks" in note for note in notes)
 
 
 def test_one_rank_a_node_tells_nothing_unless_links_between_nodes_were_timed(fitted):

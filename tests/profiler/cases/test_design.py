@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from profiler import ModelSpec, ProfileParams, RoutePackError, Topology, load_model
 from profiler.cases.case import Rates, Seen, case_bytes, case_seconds
 from profiler.cases.design import (
+    Design,
     by_class,
     class_of,
-    design_cases,
     even_choice,
     even_round,
     log_sizes,
@@ -22,7 +22,7 @@ EIGHT = Topology(data_parallel_size=8, expert_model_parallel_size=8)
 
 
 def design(model="gpt-oss-20b", topology=EIGHT, cap=4096, rates=FAST, seen=None, **params):
-    return design_cases(load_model(model), topology, cap, ProfileParams(**params), rates, 2, seen)
+    return Design(load_model(model), topology, cap, ProfileParams(**params), rates, 2, seen or Seen())
 
 
 def of(cases, op, **features):

@@ -93,7 +93,8 @@ def test_the_cpu_is_known_without_importing_torch():
 
 
 def test_an_absent_cuda_device_is_a_clear_error(monkeypatch):
-    monkeypatch.setattr("profiler.device.fingerprint._cuda_visible", lambda: False)
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(RoutePackError, match="--device cpu"):
         fingerprint_device("cuda")
     assert fingerprint_device(None).kind == "cpu"

@@ -51,9 +51,9 @@ class Recorder:
     def flush(self):
         self.calls.append("flush")
 
-    def elapsed_us(self, run):
+    def timed(self, run):
         self.calls.append("timed")
-        return 1.0
+        return 1.0, None
 
     def group(self, size):
         return None
@@ -61,8 +61,8 @@ class Recorder:
     def together(self):
         return contextlib.nullcontext()
 
-    def gather_numbers(self, numbers):
-        return [numbers]
+    def gather(self, value):
+        return [value]
 
     def agree(self, value):
         return value
@@ -130,12 +130,12 @@ def test_the_design_spans_a_kib_to_the_fullest_exchange_and_reports_cuts():
 
 
 def rounds(*skews, time_us=1000.0):
-    return [Round((time_us, time_us / 2), skew, 1, 0.1) for skew in skews]
+    return [Round(time_us, 0, skew, max(2000.0, 0.1 * time_us), 1, 0.1) for skew in skews]
 
 
 def summed(seen, fingerprint=CARD, size=2048):
     case = alltoall_case("even", split_bytes("even", 2, size, np.random.default_rng(0)), 2)
-    return summary(stage(fingerprint), case, seen, Move(lambda: None, lambda: True, (0, 1), ""))
+    return summary(stage(fingerprint), case, seen)
 
 
 def test_rounds_that_began_apart_are_dropped_and_too_many_fail_the_case():
@@ -174,10 +174,11 @@ def test_nothing_waits_between_the_flush_and_an_exchange_on_a_gpu(monkeypatch, k
     dist = pytest.importorskip("torch.distributed", reason="torch is not installed")
     recorder = Recorder(kind)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: recorder.calls.append("device barrier"))
-    move = Move(lambda: None, lambda: True, (0,), "")
+    move = Move(lambda: None, (0,), "")
     one = time_round(Stage(recorder, recorder, PARAMS, CARD), move, [0.0], time.perf_counter())
     assert recorder.calls == expected
-    assert (one.times_us, one.skew_us, one.latest) == ((1.0,), 0.0, 0)
+    assert (one.time_us, one.slowest, one.skew_us, one.latest) == (1.0, 0, 0.0, 0)
+    assert one.limit_us == {"cuda": 200.0, "cpu": 2000.0}[kind]  # a longer exchange may begin further apart
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("cuda", [900.0, 900.0, 500.0, 300.0]), ("cpu", [300.0])])

@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 
 from costmodels import FitParams
+from costmodels.learned.residual import Residual
 from costmodels.learned.trees import grow_trees
 from costmodels.learned.validation import HeldOut, error_summary
 from profiler import DeviceFingerprint, Measurements, RoutePackError
@@ -206,7 +207,7 @@ def test_parity_keeps_ends_and_error_of_all():
 
 def test_contestants_of_a_validation():
     true = np.array([1.0, 2.0])
-    found = contestants(HeldOut("unseen sizes", true, true * 2, true * 1.1, None))
+    found = contestants(HeldOut(true, true * 2, true * 1.1))
     assert list(found) == ["fitted baseline", "model"]
     assert found["model"] == pytest.approx(true * 1.1)
 
@@ -217,7 +218,7 @@ def test_gains_are_shares_of_lightgbms_own(done):
     x = np.random.default_rng(0).random((400, 3))
     named = {name: x[:, k] for k, name in enumerate(("log_rows", "padding", "skew"))}
     trees = grow_trees(named, tuple(named), np.sin(5 * x[:, 0]) + 0.3 * x[:, 1], FitParams(num_trees=20))
-    model = dataclasses.replace(done.model.models["experts", "forward"], seen=trees)
+    model = dataclasses.replace(done.model.models["experts", "forward"], known=Residual(trees=trees))
     booster = lightgbm.Booster(model_str=trees.text)
     expected = dict(zip(booster.feature_name(), booster.feature_importance("gain"), strict=True))
     found = gains(model)

@@ -13,17 +13,21 @@ import threading
 import time
 import urllib.request
 import warnings
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+from optuna.trial import TrialState, create_trial
+from small_tasks import make_task
 
 from profiler import RoutePackError
 from routepack_tune import tune
 from routepack_tune.config import check_tracking_uri
 from routepack_tune.tracking import sync
 from routepack_tune.tracking.store import Store, own_uri, quiet_mlflow, tracking_uri
-from routepack_tune.tracking.sync import StudySync, split_by_batch
-from search import TrialRecord
+from routepack_tune.tracking.sync import StudySync, trial_metrics
+from search import BatchScore
 
 SUMMARY = {
     "best": {"number": 1, "value": 0.9, "params": {}},
@@ -58,13 +62,34 @@ def track(store, tmp_path):
     """Make what syncs a study with the module's store."""
 
     def make(name, folder=None, uri=None):
-        return StudySync(folder or tmp_path, uri or own_uri(store), "test", name, ("a", "b"), {"model": "t"})
+        return StudySync(folder or tmp_path, uri or own_uri(store), TASK, {**DOCUMENT, "study_name": name})
 
     return make
 
 
-def record(number, metrics=None, state="complete", reason=""):
-    return TrialRecord(number, state, reason, {"x": number}, metrics or {"objective": 1.0}, 1000 * number + 1)
+TASK = make_task(batches=2, holdout_share=0.0, experiment="test")
+DOCUMENT = {
+    **dict.fromkeys(("steps", "tables_hash", "config")),
+    "signature": TASK.signature,
+    "fingerprint": {"name": "a card"},
+    "cost_model": {"sha256": "", "data_hash": ""},
+    "environment": {"versions": {"python": "3"}, "machine": {}},
+}
+
+
+def score(name, step_s):
+    """A batch's score, worth as many seconds as its step takes."""
+    return BatchScore(name, 0, step_s, 0.0, 0.1, 2.0, 0.5, 1.0, 0.1)
+
+
+def trial(number, scores=(("step0", 1.0),), **attrs):
+    """A finished trial as Optuna's storages give it."""
+    state = TrialState.PRUNED if attrs else TrialState.COMPLETE
+    attrs["scores"] = [asdict(score(*one)) for one in scores]
+    made = create_trial(state=state, value=None if len(attrs) > 1 else 1.0, user_attrs=attrs)
+    made.number = number
+    made.datetime_complete = datetime.fromtimestamp(number + 0.001)
+    return made
 
 
 def client(uri):
@@ -80,44 +105,52 @@ def nested(uri, parent):
     return dict(zip(numbers, runs, strict=True))
 
 
-def test_metrics_of_batches_become_series():
-    metrics = {"objective": 0.5, "value.a": 0.4, "value.b": 0.6, "value.c": 1.0}
-    single, series = split_by_batch(metrics, ("a", "b"))
-    assert single == {"objective": 0.5, "value.c": 1.0}
-    assert series == {"batch/value": [(0, 0.4), (1, 0.6)]}
+def test_metrics_of_batches_are_means_and_series_in_order_of_time():
+    metrics, series = trial_metrics(TASK, [asdict(score("step1", 0.6)), asdict(score("step0", 0.4))])
+    assert (metrics["objective"], metrics["step_time_s"], metrics["gap_to_bound"]) == pytest.approx((0.5, 0.5, 0.0))
+    assert series == {name: [(1, 0.6), (0, 0.4)] for name in ("batch/step_time_s", "batch/value")}
+    assert trial_metrics(TASK, ()) == ({}, {})
 
 
 def test_trial_is_a_run_with_series_and_tags(track, store):
     made = track("nonfinite")
-    metrics = {"a": math.nan, "b": math.inf, "d": 1.5, "odd=name(1)": 2.0, "value.a": 0.8, "value.b": 0.7}
-    made([record(0, metrics, "infeasible", "no packing under the cap")])
+    made([trial(0, [("step0", 0.8), ("step1", math.inf)], pruned="slower"), trial(1, infeasible="no packing")])
     made.finish(SUMMARY)
     run = client(own_uri(store)).get_run(made.trial_runs[0])
-    assert run.data.metrics == {"d": 1.5, "odd_name_1_": 2.0, "batch/value": 0.7}
+    assert run.data.metrics == {"batch/step_time_s": 0.8, "batch/value": 0.8, "move_s": 0.0, "plan_s": 0.1}
     points = client(own_uri(store)).get_metric_history(run.info.run_id, "batch/value")
-    assert [(point.step, point.value, point.timestamp) for point in points] == [(0, 0.8, 1), (1, 0.7, 1)]
-    assert run.data.tags["not_a_metric.a"] == "nan"
-    assert run.data.tags["not_a_metric.b"] == "inf"
-    assert run.data.tags["routepack.state"] == "infeasible"
-    assert run.data.tags["routepack.reason"] == "no packing under the cap"
+    assert [(point.step, point.value, point.timestamp) for point in points] == [(0, 0.8, 1)]
+    assert run.data.tags["not_a_metric.step_time_s"] == "inf"
+    assert (run.data.tags["routepack.state"], run.data.tags["routepack.reason"]) == ("pruned", "slower")
+    assert run.data.params["max_iterations"] == "1000"
     assert run.info.status == "FINISHED"
+    other = client(own_uri(store)).get_run(made.trial_runs[1])
+    assert other.data.metrics == {}
+    assert (other.data.tags["routepack.state"], other.data.tags["routepack.reason"]) == ("infeasible", "no packing")
+
+
+def test_names_that_mlflow_refuses_are_written_in_its_letters(track, store):
+    made = track("letters")
+    made([])
+    Store(own_uri(store), "test").log(made.run_id, metrics={"odd=name(1)": 2.0})
+    assert client(own_uri(store)).get_run(made.run_id).data.metrics["odd_name_1_"] == 2.0
 
 
 def test_any_number_of_syncs_gives_each_trial_once(track, store):
     first = track("resumed")
-    first([record(0)])
-    first([record(0), record(1)])
+    first([trial(0)])
+    first([trial(0), trial(1)])
     again = track("resumed")
-    again([record(0), record(1)])
+    again([trial(0), trial(1)])
     assert (again.run_id, again.trial_runs) == (first.run_id, first.trial_runs)
     assert client(own_uri(store)).get_run(again.run_id).info.status == "RUNNING"
-    again([record(0), record(1), record(2)])
+    again([trial(0), trial(1), trial(2)])
     where = again.finish(SUMMARY)
     assert where["trial_run_id"] == first.trial_runs[1]
     assert sorted(nested(own_uri(store), first.run_id)) == [0, 1, 2]
     parent = client(own_uri(store)).get_run(first.run_id)
     assert parent.info.status == "FINISHED"
-    assert parent.data.params == {"model": "t"}
+    assert parent.data.params["device"] == "a card"
     assert parent.data.metrics["best_objective"] == 0.9
     assert parent.data.tags["routepack.export"] == "defaults: No batch was held out."
     assert "holdout_best_objective" not in parent.data.metrics
@@ -132,10 +165,10 @@ def test_half_written_and_doubled_runs_become_one(track, store):
     parent = {"routepack.study": "doubled", "routepack.kind": "study"}
     other = client(uri).create_run(experiment, start_time=int(time.time() * 1000) + 10_000, tags=parent)
     again = track("doubled")
-    again([record(0)])
+    again([trial(0)])
     again.finish(SUMMARY)
     assert nested(uri, made.run_id)[0].info.run_id == twins[0].info.run_id
-    assert nested(uri, made.run_id)[0].data.metrics == {"objective": 1.0}
+    assert nested(uri, made.run_id)[0].data.metrics["objective"] == 1.0
     assert client(uri).get_run(other.info.run_id).info.lifecycle_stage == "deleted"
 
 
@@ -143,21 +176,21 @@ def test_trial_that_the_store_refuses_holds_up_no_other(track, store, monkeypatc
     made, write = track("refused"), Store.log
 
     def picky(self, run_id, params=None, *rest, **named):
-        if params == {"x": 0}:
+        if named.get("time_ms") == 1:  # the first trial's
             raise ValueError("params cannot change")
         write(self, run_id, params, *rest, **named)
 
     monkeypatch.setattr(Store, "log", picky)
-    records = [record(number) for number in range(3)]
+    trials = [trial(number) for number in range(3)]
     with pytest.warns(UserWarning, match=r"could not be brought up .*ValueError: params cannot change"):
-        made(records)
+        made(trials)
     with pytest.warns(UserWarning, match="the same command sends"):
         made.finish(SUMMARY)
     whole = [n for n, run in nested(own_uri(store), made.run_id).items() if run.info.status == "FINISHED"]
     assert sorted(whole) == [1, 2]
     monkeypatch.undo()
     again = track("refused")
-    again(records)
+    again(trials)
     assert {run.info.status for run in nested(own_uri(store), made.run_id).values()} == {"FINISHED"}
 
 
@@ -221,7 +254,7 @@ def test_launchers_at_once_share_the_experiment_and_the_parent(server, track, tm
     for thread in threads:
         thread.join()
     for one in launchers:  # each has its own trial, and all of them believe that trial 9 is theirs to send
-        one([record(9), record(launchers.index(one))])
+        one([trial(9), trial(launchers.index(one))])
     for one in launchers:
         one.finish(SUMMARY)
     found = client(server.uri)
@@ -240,11 +273,11 @@ def test_server_stopped_in_the_middle_of_a_study_loses_and_doubles_nothing(
     out, waits = tmp_path / "study", []
 
     class Saboteur(StudySync):
-        def __call__(self, records):
+        def __call__(self, trials):
             begin = time.monotonic()
-            super().__call__(records)
+            super().__call__(trials)
             waits.append(time.monotonic() - begin)
-            if len(records) == 2:
+            if len(trials) == 2:
                 server.stop()
 
     monkeypatch.setattr(sync, "StudySync", Saboteur)
@@ -281,13 +314,13 @@ def test_a_store_that_comes_back_gets_the_rest_while_the_study_runs(track, store
     made, real = track("back"), Store.find
     monkeypatch.setattr(Store, "find", lambda *_: (_ for _ in ()).throw(ConnectionError("away")))
     with pytest.warns(UserWarning, match="ConnectionError: away.*The study goes on"):
-        made([record(0)])
+        made([trial(0)])
     time.sleep(0.1)
     with warnings.catch_warnings(action="error"):  # of one outage, once
-        made([record(0), record(1)])
+        made([trial(0), trial(1)])
     monkeypatch.setattr(Store, "find", real)
     time.sleep(0.2)
-    made([record(0), record(1)])
+    made([trial(0), trial(1)])
     assert sorted(nested(own_uri(store), made.run_id)) == [0, 1]
 
 
@@ -301,7 +334,7 @@ def test_a_server_that_never_answers_costs_one_time_out(track, monkeypatch, tmp_
         with pytest.warns(UserWarning, match="The study goes on"):
             made([])
         for number in range(50):
-            made([record(k) for k in range(number)])
+            made([trial(k) for k in range(number)])
         assert time.monotonic() - begin < 8  # 50 waits of a second each would be 50
         with pytest.warns(UserWarning, match="the same command sends what is missing"):
             assert made.finish(SUMMARY)["run_id"] == ""

@@ -11,8 +11,7 @@ from search import (
     BASELINES,
     SEARCH_BASELINES,
     SHOWN_BASELINES,
-    MaxIterations,
-    MaxRuntime,
+    StopCriterion,
     build_problem,
     evaluate,
     price_baseline,
@@ -30,10 +29,10 @@ from search.baselines.frameworks import (
     rank_variation,
 )
 from search.baselines.relibra import anneal_totals, relibra_placement, smoothed_peak
+from search.kernels import seed_state
 from search.packing.bins import karmarkar_karp
 from search.placement.lpt import identity_placement, lpt_layer, lpt_placement, ranks_of_slots
-from search.problem import least_rows
-from search.random_bits import seed_state
+from search.problem import row_range
 
 
 def make_problem(lengths, cap, topology=TOPOLOGIES[0], skew=1.0):
@@ -129,7 +128,7 @@ def test_verl_counts_differ_by_at_most_one_where_samples_do_not_divide():
     _, slot_N, rows = pack_verl(problem, problem.lengths)
     assert sorted(np.bincount(slot_N)) == [1, 2, 2, 2]
     assert rows == 1
-    with pytest.raises(RoutePackError, match="no equal number of microbatches"):
+    with pytest.raises(RoutePackError, match="without empty cells"):
         pack_verl(make_problem([9, 9, 9, 9, 9], 10), np.full(5, 9))
 
 
@@ -173,7 +172,7 @@ def test_areal_deals_equal_counts_and_fits_by_fewest_samples():
     problem = make_problem([6, 5, 4, 3, 2, 2], 10)
     # Ranks 6+3+2 and 5+4+2; both need two microbatches, opened beforehand: 6, 3, then 2 to the first.
     assert cells(problem, pack_areal(problem)) == [[[0, 4], [1, 5]], [[3], [2]]]
-    with pytest.raises(RoutePackError, match="no equal number of microbatches"):
+    with pytest.raises(RoutePackError, match="without empty cells"):
         pack_areal(make_problem([9, 9, 9], 10))
 
 
@@ -187,7 +186,7 @@ def test_packings_keep_the_cap_and_fill_every_cell(name, topology):
     assert largest_cell_tokens(problem, (row_N, slot_N, rows)) <= 64
     assert np.bincount(cell, minlength=rows * problem.num_slots).min() >= 1
     assert cell.max() < rows * problem.num_slots
-    assert rows >= least_rows(problem)
+    assert rows >= row_range(problem).start
 
 
 @pytest.mark.parametrize("name", [name for name in PACKINGS if name != "Karmarkar-Karp on tokens"])
@@ -267,9 +266,12 @@ def test_names_are_priced_and_refused():
     for name in BASELINES:
         priced, rows = price_baseline(problem, name)
         assert priced.step_ns > 0
-        assert rows >= least_rows(problem)
+        assert rows >= row_range(problem).start
     for solve in SEARCH_BASELINES.values():
-        first, again = (solve(problem, MaxIterations(500), seed=1) for _ in range(2))
+        first, again = (solve(problem, StopCriterion(max_iterations=500), seed=1) for _ in range(2))
         assert price_packing(problem, *first).step_ns == price_packing(problem, *again).step_ns > 0
-        assert first[0][2] >= least_rows(problem)
-    assert price_packing(problem, *SEARCH_BASELINES["RoutePack"](problem, MaxRuntime(0.05), seed=1)).step_ns > 0
+        assert first[0][2] >= row_range(problem).start
+    assert (
+        price_packing(problem, *SEARCH_BASELINES["RoutePack"](problem, StopCriterion(max_runtime=0.05), seed=1)).step_ns
+        > 0
+    )

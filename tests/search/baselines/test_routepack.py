@@ -15,7 +15,7 @@ from strategies import (
 )
 
 from profiler import RoutePackError, Topology
-from search import MaxIterations, StepBatch, build_problem, evaluate
+from search import StepBatch, StopCriterion, build_problem, evaluate
 from search.baselines.frameworks import largest_cell_tokens
 from search.baselines.routepack import (
     UNIT_J,
@@ -49,10 +49,10 @@ from search.baselines.routepack_seeds import (
     sketch_layout,
     windowed_order,
 )
+from search.kernels import seed_state
 from search.packing.bins import pack_ffd
 from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
-from search.problem import least_rows
-from search.random_bits import seed_state
+from search.problem import row_range
 
 SMALL = RoutePackParams(population=4, seed_tries=2)
 
@@ -236,7 +236,7 @@ def test_systematic_resampling():
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_seed_layouts_keep_the_cap_and_fill_every_cell(topology):
     problem = make_problem(np.random.default_rng(4).integers(1, 60, 40), 64, topology)
-    rows = least_rows(problem) + 1
+    rows = row_range(problem).start + 1
     rank_LE = ranks_of_slots(lpt_placement(problem), problem.num_ranks)
     costs = proxy_costs(problem, rank_LE, rows, attention_proxy(problem)[:, None], (0.5, 0.5), 0.5)
     layouts = list(seed_layouts(problem, costs, rows, np.random.default_rng(0), 4))
@@ -251,8 +251,8 @@ def test_seed_layouts_keep_the_cap_and_fill_every_cell(topology):
 
 def test_routepack_takes_the_least_rows_that_pack_and_keeps_the_cap():
     problem = make_problem(np.random.default_rng(5).integers(1, 60, 60), 64, TOPOLOGIES[1])
-    (row_N, slot_N, rows), placement_LE = solve_routepack(problem, MaxIterations(2000), SMALL)
-    assert rows == least_rows(problem)
+    (row_N, slot_N, rows), placement_LE = solve_routepack(problem, StopCriterion(max_iterations=2000), SMALL)
+    assert rows == row_range(problem).start
     assert largest_cell_tokens(problem, (row_N, slot_N, rows)) <= 64
     assert np.bincount(row_N * 4 + slot_N, minlength=rows * 4).min() >= 1
     assert (placement_LE == lpt_placement(problem)).all()
@@ -260,14 +260,14 @@ def test_routepack_takes_the_least_rows_that_pack_and_keeps_the_cap():
     ours = evaluate(problem, row_N, slot_N, placement_LE, rows).step_ns
     assert ours < evaluate(problem, first_fit[0], first_fit[1], placement_LE, first_fit[2]).step_ns
     five = make_problem([6] * 5, 10, Topology())
-    assert solve_routepack(five, MaxIterations(10), SMALL)[0][2] == 5  # the bound by tokens is 3 (FC-11)
+    assert solve_routepack(five, StopCriterion(max_iterations=10), SMALL)[0][2] == 5  # the bound by tokens is 3 (FC-11)
     with pytest.raises(RoutePackError, match="without empty cells"):
-        solve_routepack(make_problem([6] * 5, 10), MaxIterations(10), SMALL)
+        solve_routepack(make_problem([6] * 5, 10), StopCriterion(max_iterations=10), SMALL)
 
 
 def test_routepack_mixes_opposed_routes():
     problem = opposed_routes()
-    (row_N, _, rows), _ = solve_routepack(problem, MaxIterations(64), SMALL)
+    (row_N, _, rows), _ = solve_routepack(problem, StopCriterion(max_iterations=64), SMALL)
     assert rows == 2
     assert row_N[0] != row_N[1]
     assert row_N[2] != row_N[3]
@@ -276,7 +276,7 @@ def test_routepack_mixes_opposed_routes():
 def test_routepack_repeats_whatever_the_threads():
     problem = make_problem(np.random.default_rng(6).integers(1, 60, 60), 64, TOPOLOGIES[1])
     found = [
-        solve_routepack(problem, MaxIterations(3000), SMALL, seed=seed, num_threads=threads)[0]
+        solve_routepack(problem, StopCriterion(max_iterations=3000), SMALL, seed=seed, num_threads=threads)[0]
         for seed, threads in ((1, 1), (1, 3), (2, 2))
     ]
     assert all((a == b).all() for a, b in zip(found[0][:2], found[1][:2], strict=True))

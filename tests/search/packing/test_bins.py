@@ -16,7 +16,7 @@ from search.packing.bins import (
 )
 from search.packing.seeds import pack_balanced, pack_staircase
 from search.placement.lpt import lpt_placement
-from search.problem import least_rows
+from search.problem import row_range
 
 
 def make_problem(lengths, cap, topology=TOPOLOGIES[0]):
@@ -51,7 +51,7 @@ def test_packings_keep_the_cap_and_fill_every_cell(pack):
     cell = row_N * 4 + slot_N
     assert np.bincount(cell, weights=problem.lengths, minlength=rows * 4).max() <= 64
     assert np.bincount(cell, minlength=rows * 4).min() >= 1
-    assert rows >= least_rows(problem)
+    assert rows >= row_range(problem).start
 
 
 @pytest.mark.parametrize("pack", [pack_balanced, pack_staircase])
@@ -71,11 +71,11 @@ def test_staircase_puts_long_samples_together():
 
 
 def test_least_rows_counts_tokens_and_big_samples():
-    assert least_rows(make_problem([40, 40, 40, 10, 10, 10], 64)) == 2
-    assert least_rows(make_problem([10] * 8, 64)) == 1
+    assert row_range(make_problem([40, 40, 40, 10, 10, 10], 64)).start == 2
+    assert row_range(make_problem([10] * 8, 64)).start == 1
     topology = Topology(data_parallel_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2,
                         expert_model_parallel_size=2)  # fmt: skip
-    assert least_rows(make_problem([40] * 6, 64, topology)) == 4
+    assert row_range(make_problem([40] * 6, 64, topology)).start == 4
 
 
 def test_lpt_balances_the_step_totals_better_than_identity():

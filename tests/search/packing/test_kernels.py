@@ -1,25 +1,20 @@
 """The first law: delta = re-evaluation, for every move of packing and placement."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import assume, given, settings
 from oracles import wall_ns_slow
 from strategies import problems, random_packing, random_placement, random_rows
 
 from search.evaluate import evaluate
-from search.load_kernels import sample_rank_rows
-from search.packing.kernels import (
-    fill_rows,
-    fill_state,
-    move_apply,
-    move_delta_ns,
-    objective,
-)
-from search.packing.moves import anneal, fill_exchange, new_move, propose, propose_cells, propose_two, propose_within
-from search.packing.packer import _narrow, pack_costs, pack_state
+from search.kernels import random_below, random_threshold, sample_rank_rows, seed_state
+from search.packing.kernels import fill_state, objective
+from search.packing.moves import anneal
+from search.packing.packer import pack_costs, pack_state
 from search.placement.kernels import LayerCosts, fill_layer, improve_layer, swap_apply, swap_delta_ns
 from search.placement.lpt import lpt_layer, placement_of_ranks, ranks_of_slots
 from search.placement.placer import LayerLoads
-from search.random_bits import random_below, random_threshold, seed_state
 
 
 def in_problem_order(costs, cell_of):
@@ -43,39 +38,40 @@ def start(drawn):
     return problem, rng, rows, placement, costs, state
 
 
-def draw(costs, state, move, rng, limits, kind):
-    if kind == "within":
-        propose_within(costs, state, move, limits, rng)
-    elif kind == "two":
-        propose_two(costs, state, move, limits, rng)
-    elif kind == "cells":
-        propose_cells(costs, state, move, limits, rng)
-    else:
-        arrays = (costs.lengths, state.cell_of, state.cell_tokens, state.cell_count)
-        i, j, target = propose(random_below(rng, costs.lengths.size), *arrays, limits, rng)
-        move.cells[0] = -1
-        if i >= 0:
-            fill_exchange(costs, move, state.cell_of[i], i, j, target)
-            fill_rows(costs, move)
-    return move.cells[0] >= 0
+KINDS = {
+    "one": (300, 300, 0, 0, 0),
+    "within": (0, 0, 1024, 0, 0),
+    "two": (0, 0, 0, 1024, 0),
+    "cells": (0,) * 4 + (1024,),
+}
+ANY = (300, 300, 50, 50, 50)
+"""Shares of moves."""
+
+
+def copied(state):
+    return type(state)(*(np.copy(part) for part in state))
+
+
+def draw(problem, costs, state, rng, kind, temperature=10**15):
+    """Draw one move: (priced or not, made or not, the objective after it, the price it was refused at)."""
+    limits, after, refused = np.array([problem.max_tokens, *KINDS[kind], 0]), np.array([1 << 62]), np.zeros(1, np.int64)
+    priced, made = anneal(costs, state, state.cell_of.copy(), rng, temperature, 1, limits, after, refused)
+    return priced, made, int(after[0]), int(refused[0])
 
 
 @given(problems())
 @settings(max_examples=30, deadline=None)
 def test_every_packing_move_equals_reevaluation(drawn):
     problem, rng, rows, placement, costs, state = start(drawn)
-    state_rng, move = seed_state(int(rng.integers(1 << 30))), new_move(costs)
-    limits = np.array([problem.max_tokens, 300, 300, 0, 0, 0, 0])
+    state_rng = seed_state(int(rng.integers(1 << 30)))
     for turn in range(48):
         before = objective_of(problem, in_problem_order(costs, state.cell_of), placement, rows)
         assert before == objective(costs, state)
-        if not draw(costs, state, move, state_rng, limits, ("one", "two", "cells", "within")[turn % 4]):
-            continue
-        delta = move_delta_ns(costs, state, move, 0, True)
-        move_apply(costs, state, move)
-        assert objective_of(problem, in_problem_order(costs, state.cell_of), placement, rows) == before + delta
-        assert np.bincount(state.cell_of, minlength=rows * problem.num_slots).min() >= 1
-    derived = [np.copy(part) for part in state]
+        _, made, after, _ = draw(problem, costs, state, state_rng, list(KINDS)[turn % 4])
+        if made:
+            assert objective_of(problem, in_problem_order(costs, state.cell_of), placement, rows) == after
+            assert np.bincount(state.cell_of, minlength=rows * problem.num_slots).min() >= 1
+    derived = copied(state)
     fill_state(costs, state)
     for name, was, now in zip(state._fields, derived, state, strict=True):
         if name not in ("members", "place_of"):
@@ -86,18 +82,22 @@ def test_every_packing_move_equals_reevaluation(drawn):
 @settings(max_examples=30, deadline=None)
 def test_an_exchange_is_priced_exactly_up_to_what_it_may_cost(drawn):
     problem, rng, _, _, costs, state = start(drawn)
-    state_rng, move = seed_state(int(rng.integers(1 << 30))), new_move(costs)
-    limits = np.array([problem.max_tokens, 300, 300, 0, 0, 0, 0])
+    unit = 10**15
     for turn in range(40):
-        if not draw(costs, state, move, state_rng, limits, "one"):
+        seeded, before = seed_state(int(rng.integers(1 << 30))), objective(costs, state)
+        moved = copied(state)
+        _, made, after, _ = draw(problem, costs, moved, seeded.copy(), "one")
+        if not made:
             continue
-        delta = move_delta_ns(costs, state, move, 0, True)
-        for threshold in (0, delta - 1, delta, delta + 1, delta // 2):
-            priced = move_delta_ns(costs, state, move, threshold, False)
-            assert priced <= delta
-            assert priced == delta if delta <= threshold else priced > threshold
+        delta, largest = after - before, random_threshold(seeded.copy(), unit)
+        for wanted in (0, delta - 1, delta, delta + 1, delta // 2):
+            temperature = max(1, unit * max(0, wanted) // largest)
+            affordable = random_threshold(seeded.copy(), temperature)
+            _, made, after, price = draw(problem, costs, copied(state), seeded.copy(), "one", temperature)
+            assert made == (delta <= affordable)
+            assert after == before + delta if made else affordable < price <= delta
         if turn % 4 == 0:
-            move_apply(costs, state, move)
+            state = moved
 
 
 @given(problems())
@@ -119,17 +119,8 @@ def test_annealing_keeps_cap_and_cells_and_reports_its_best(drawn):
     cap = int(state.cell_tokens.max())
     best_cell_of, best = state.cell_of.copy(), np.array([objective(costs, state)])
     first = int(best[0])
-    anneal(
-        costs,
-        state,
-        best_cell_of,
-        seed_state(1),
-        2000,
-        500,
-        np.array([cap, 300, 300, 50, 50, 50, 0]),
-        best,
-        np.zeros(9, np.int64),
-    )
+    limits = np.array([cap, *ANY, 0])
+    anneal(costs, state, best_cell_of, seed_state(1), 2000, 500, limits, best, np.zeros(9, np.int64))
     assert best[0] <= first
     assert best[0] == objective_of(problem, in_problem_order(costs, best_cell_of), placement, rows)
     for cell_of in (in_problem_order(costs, best_cell_of), in_problem_order(costs, state.cell_of)):
@@ -141,20 +132,17 @@ def test_annealing_keeps_cap_and_cells_and_reports_its_best(drawn):
 @given(problems())
 @settings(max_examples=5, deadline=None)
 def test_loads_too_large_for_16_bits_are_packed_the_same(drawn):
-    _, _, _, _, costs, state = start(drawn)
+    problem, _, _, placement, costs, state = start(drawn)
     assert costs.loads.dtype == np.uint16
-    limits, found = np.array([int(state.cell_tokens.max()), 300, 300, 50, 50, 50, 0]), []
-    for loads in (costs.loads, costs.loads.astype(np.int32)):
-        again = type(state)(*(np.copy(part) for part in state))
-        best_cell_of, best = again.cell_of.copy(), np.array([objective(costs, again)])
-        anneal(
-            costs._replace(loads=loads), again, best_cell_of, seed_state(1), 2000, 500, limits, best, np.zeros(9, int)
-        )
+    ranks, many = ranks_of_slots(placement, problem.num_ranks), replace(problem, counts=problem.counts << 16)
+    assert pack_costs(many, ranks).loads.dtype == np.int32
+    limits, found = np.array([int(state.cell_tokens.max()), *ANY, 0]), []
+    for given_costs in (costs, costs._replace(loads=costs.loads.astype(np.int32))):
+        again, best = copied(state), np.array([objective(costs, state)])
+        best_cell_of = again.cell_of.copy()
+        anneal(given_costs, again, best_cell_of, seed_state(1), 2000, 500, limits, best, np.zeros(9, np.int64))
         found.append(best_cell_of.tolist())
     assert found[0] == found[1]
-    wide = _narrow(np.array([[[1 << 16]]], np.int32))
-    assert wide.dtype == np.int32
-    assert wide[0, 0, 0] == 1 << 16
 
 
 @given(problems())

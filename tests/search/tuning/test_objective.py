@@ -1,7 +1,6 @@
 """Defaults are worth 1 on every batch, costs add up, and a batch's score does not depend on what was tried before."""
 
 import json
-import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -9,7 +8,7 @@ from small_tasks import make_task
 
 from profiler import RoutePackError
 from search import PlannerParams, plan_step
-from search.tuning.objective import BatchScore, Scorer, objectives_of, trial_metrics
+from search.tuning.objective import BatchScore, Scorer, objectives_of
 from search.tuning.task import TuneParams
 
 SCORE = BatchScore("b", 0, 8.0, 1.0, 3.0, 20.0, 7.0, 10.0, 4.0)
@@ -67,14 +66,10 @@ def test_a_cap_below_the_longest_sample_names_the_batch():
         Scorer(task).score({"max_tokens": 20}, 0)
 
 
-def test_metrics_are_finite_and_scores_survive_json():
+def test_scores_survive_json():
     task = make_task()
     scores = [Scorer(task).score({"max_iterations": 200}, index) for index in task.tuned]
     assert [BatchScore(**json.loads(json.dumps(asdict(score)))) for score in scores] == scores
-    metrics = trial_metrics(scores, task.params)
-    assert all(math.isfinite(value) for value in metrics.values())
-    assert {f"value.{name}" for name in task.names[:3]} < set(metrics)
-    assert trial_metrics([], task.params) == {}
 
 
 def test_base_parameters_stay_the_planners_own():

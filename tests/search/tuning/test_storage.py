@@ -5,7 +5,7 @@ import multiprocessing
 from dataclasses import replace
 
 import pytest
-from small_tasks import make_task
+from small_tasks import make_task, warm_processes
 
 from profiler import RoutePackError
 from search import PlannerParams
@@ -132,7 +132,7 @@ def test_processes_that_create_the_same_study_at_once_all_survive(tmp_path, requ
     storages = [f"journal:{tmp_path}/j"]
     with contextlib.suppress(pytest.skip.Exception):
         storages.append(request.getfixturevalue("postgresql"))
-    context, count = multiprocessing.get_context("spawn"), 4
+    context, count = warm_processes(), 4
     barrier = context.Barrier(count)
     crew = [context.Process(target=_open_all, args=(storages, barrier)) for _ in range(count)]
     for process in crew:

@@ -4,37 +4,37 @@ import builtins
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
-from small_tasks import lasting_settings, make_task
+from small_tasks import lasting_settings, make_task, warm_processes
 
-from profiler import Observer, RoutePackError
-from search.tuning.claims import MAX_RETRIES, Claims, finished_trials
+from profiler import RoutePackError
 from search.tuning.storage import open_study, study_locks
-from search.tuning.trials import Watch
+from search.tuning.trials import MAX_RETRIES, begin_trial, finished_trials
 from search.tuning.workers import run_workers
 
 optuna = pytest.importorskip("optuna")
 
 
 def run(task, storage, trials, workers, ray=False):
-    """Run a study with workers; return it and the numbers that a listener was told last."""
-    study, told = open_study(task, storage, "s"), []
-    numbers, tell = range(workers), lambda records: told.append([record.number for record in records])
-    watch = Watch(task, study, trials, numbers, Observer(), tell)
-    run_workers((task, storage, "s", trials), study, numbers, watch, ray=ray)
-    watch.finish()
-    return study, told[-1]
+    """Run a study with workers and return it."""
+    study = open_study(task, storage, "s")
+    run_workers((task, storage, "s", trials), study, range(workers), lambda: None, ray=ray)
+    return study
 
 
-def claims(storage, target, worker=0):
-    """Open a study like a worker and return it with the worker's claims."""
-    study = open_study(make_task(), storage, "s")
-    return study, Claims(study, study_locks(storage, "s"), target, worker)
+class Worker:
+    """One worker's study, locks and trials."""
+
+    def __init__(self, storage, target, number=0):
+        self.study, self.locks = open_study(make_task(), storage, "s"), study_locks(storage, "s")
+        self.target, self.number, self.end = target, number, self.locks.close
+
+    def begin(self, space):
+        return begin_trial(self.study, self.locks, self.target, space, self.number)
 
 
 def kill_one_in_a_trial(storage, killed, only_one=True):
@@ -64,18 +64,17 @@ def storage(request, tmp_path):
 
 
 def test_one_killed_in_a_trial_loses_nothing_and_its_setting_is_tried_again(storage):
-    task, killed = make_task(enqueue=lasting_settings(9)), {}
+    task, killed = make_task(enqueue=lasting_settings(5)), {}
     open_study(task, storage, "s")
     killer = threading.Thread(target=kill_one_in_a_trial, args=(storage, killed), daemon=True)
     killer.start()
-    with pytest.warns(UserWarning, match=r"1 of 3 workers died, the others went on: worker \d was ended by SIGKILL"):
-        study, told = run(task, storage, 8, 3)
+    with pytest.warns(UserWarning, match=r"1 of 2 workers died, the others went on: worker \d was ended by SIGKILL"):
+        study = run(task, storage, 4, 2)
     trials = study.get_trials()
     (number,) = killed.values()
     finished = [t.number for t in trials if t.state.name in ("COMPLETE", "PRUNED")]
     assert trials[number].state.name == "FAIL"
-    assert len(finished) == 8  # the total, neither more nor less
-    assert told == finished
+    assert len(finished) == 4  # the total, neither more nor less
     again = [t for t in trials if t.user_attrs.get("retry_of") == number]
     assert [t.params for t in again] == [trials[number].params]
     assert "RUNNING" not in {t.state.name for t in trials}
@@ -102,7 +101,7 @@ def test_what_a_worker_said_last_is_shown(tmp_path, monkeypatch):
 
 
 def test_claims_never_exceed_the_target_and_the_last_one_goes_to_whoever_is_left(storage):
-    (one, first), (two, second) = (claims(storage, 1, worker) for worker in range(2))
+    first, second = (Worker(storage, 1, number) for number in range(2))
     first.begin({})
     claimed = []
     waiting = threading.Thread(target=lambda: claimed.append(second.begin({})), daemon=True)
@@ -112,14 +111,14 @@ def test_claims_never_exceed_the_target_and_the_last_one_goes_to_whoever_is_left
     first.end()  # without an outcome
     waiting.join(20)
     assert [trial.number for trial in claimed] == [1]
-    two.tell(claimed[0], 1.0)
+    second.study.tell(claimed[0], 1.0)
     assert first.begin({}) is None
-    assert [t.state.name for t in one.trials] == ["FAIL", "COMPLETE"]
+    assert [t.state.name for t in first.study.trials] == ["FAIL", "COMPLETE"]
 
 
 def test_nobody_begins_between_anothers_look_and_its_beginning(storage):
-    (one, first), (_, second) = (claims(storage, 1, worker) for worker in range(2))
-    begun, ask = [], one.ask
+    first, second = (Worker(storage, 1, number) for number in range(2))
+    one, begun, ask = first.study, [], first.study.ask
     waiting = threading.Thread(target=lambda: begun.append(second.begin({})), daemon=True)
 
     def asking(space):
@@ -136,59 +135,58 @@ def test_nobody_begins_between_anothers_look_and_its_beginning(storage):
 
 
 def test_a_trial_that_ends_between_two_looks_is_not_missed(tmp_path, monkeypatch):
-    (one, first), (two, second) = (claims(f"journal:{tmp_path}/j", 1, worker) for worker in range(2))
-    trial, reads, read = first.begin({}), [], two.get_trials
+    first, second = (Worker(f"journal:{tmp_path}/j", 1, number) for number in range(2))
+    trial, reads, read = first.begin({}), [], second.study.get_trials
 
     def reading(*arguments, **options):
         found = read(*arguments, **options)
         reads.append(options)
         if len(reads) == 2:  # the first of the two that count; the one before looked for dead workers
-            one.tell(trial, 1.0)
+            first.study.tell(trial, 1.0)
         return found
 
-    monkeypatch.setattr(two, "get_trials", reading)
+    monkeypatch.setattr(second.study, "get_trials", reading)
     assert second.begin({}) is None
-    assert len(one.trials) == 1
+    assert len(first.study.trials) == 1
 
 
-CLAIM = """
-import os, signal, sys
-sys.path[:0] = {path!r}
-from test_workers import claims
-study, ours = claims({storage!r}, 9)
-space = {{"starts": __import__("optuna").distributions.IntDistribution(1, 4)}}
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-if {when!r} == "looked":
-    study.ask = die
-elif {when!r} == "asked":
-    ask = study.ask
-    study.ask = lambda space: die(ask(space))
-ours.begin(space)
-die()
-"""
+def begin_and_die(storage, when):
+    """Be a process that is killed while it begins a trial."""
+    ours = Worker(storage, 9)
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ask = ours.study.ask
+    if when == "looked":
+        ours.study.ask = die
+    elif when == "asked":
+        ours.study.ask = lambda space: die(ask(space))
+    ours.begin({"starts": optuna.distributions.IntDistribution(1, 4)})
+    die()
 
 
 @pytest.mark.parametrize("when", ["looked", "asked", "begun"])
 def test_killed_while_it_claims_it_holds_nobody_up_and_leaves_no_trial_running(storage, when):
-    path = [os.path.dirname(__file__), *[p for p in sys.path if p]]
-    study, ours = claims(storage, 1)
-    code = CLAIM.format(path=path, storage=storage, when=when)
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    ours = Worker(storage, 1)
+    killed = warm_processes().Process(target=begin_and_die, args=(storage, when))
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
     trial = ours.begin({})
     assert trial.number == (when != "looked")
-    assert [t.state.name for t in study.trials[: trial.number]] == ["FAIL"] * trial.number
+    assert [t.state.name for t in ours.study.trials[: trial.number]] == ["FAIL"] * trial.number
 
 
 def test_a_setting_that_always_kills_is_given_up(tmp_path):
-    study, ours = claims(f"journal:{tmp_path}/j", 9)
+    ours = Worker(f"journal:{tmp_path}/j", 9)
     for _ in range(MAX_RETRIES + 1):
         ours.begin({})
         ours.end()  # as if its process had been killed
     assert ours.begin({}).number == MAX_RETRIES + 1
-    states = [t.state.name for t in study.trials]
+    states = [t.state.name for t in ours.study.trials]
     assert states == [*["FAIL"] * (MAX_RETRIES + 1), "RUNNING"]
-    assert [t.user_attrs.get("retries", 0) for t in study.trials] == [*range(MAX_RETRIES + 1), 0]
+    assert [t.user_attrs.get("retries", 0) for t in ours.study.trials] == [*range(MAX_RETRIES + 1), 0]
 
 
 def test_without_ray_the_way_out_is_said(tmp_path, monkeypatch):
@@ -210,8 +208,8 @@ def test_ray_tasks_share_a_study(tmp_path):
     path = os.pathsep.join(p for p in sys.path if p)
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
     try:
-        study, told = run(make_task(), f"journal:{tmp_path}/j", 5, 2, ray=True)
+        study = run(make_task(), f"journal:{tmp_path}/j", 5, 2, ray=True)
     finally:
         ray.shutdown()
-    assert len(finished_trials(study)) == len(told) == 5
+    assert len(finished_trials(study)) == 5
     assert {t.user_attrs["worker"] for t in study.trials if t.state.is_finished()} == {0, 1}
