@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from costmodels import CostModel
     from profiler import Measurements
     from routepack_tune.quickstart import QuickstartResult
-    from routepack_tune.reports.comparison import Outcome
     from routepack_tune.reports.drift import DriftReport
     from search import Plan
 
@@ -57,8 +56,8 @@ def _rounds_lines(meta: Mapping[str, Any]) -> list[str]:
         lines.append(f"  {op}: held-out median error {course}%")
     above = {op: error for op, error in last["errors_pct"].items() if error > meta["params"]["target_error"]}
     if above and last["stopped_by"] in NEXT:
-        lines.append(f"  above the target of {meta['params']['target_error']:g}%: {', '.join(sorted(above))}. "
-                     f"{NEXT[last['stopped_by']]}, with the same --out")  # fmt: skip
+        target, way_out = meta["params"]["target_error"], NEXT[last["stopped_by"]]
+        lines.append(f"  above the target of {target:g}%: {', '.join(sorted(above))}. {way_out}, with the same --out")
     problems = (meta.get("steadiness") or {}).get("problems") or ()
     if problems:
         lines.append(f"  NOT STEADY: {'; '.join(problems)}. Profile again into a new folder")
@@ -80,19 +79,24 @@ def cost_model_summary(model: CostModel, out: Path) -> str:
     return "\n".join(lines)
 
 
-TRIAL_WORDS = {"pruned": "stopped early", "infeasible": "infeasible", "duplicate": "repeated", "failed": "failed"}
+TRIAL_WORDS = {
+    "complete": "trials complete",
+    "pruned": "stopped early",
+    "infeasible": "infeasible",
+    "duplicate": "repeated",
+    "failed": "failed",
+}
 
 
 def study_summary(document: Mapping[str, Any], out: Path) -> str:
     """Say what the best trial gains on held-out batches."""
     summary = document["summary"]
     best, holdout, trials = summary["best"], summary["holdout"], summary["trials"]
+    counts = [f"{trials[state]} {word}" for state, word in TRIAL_WORDS.items() if trials.get(state)]
     lines = [
         f"Study: {out}",
-        f"  {trials['complete']} trials complete, "
-        + ", ".join(f"{trials[state]} {word}" for state, word in TRIAL_WORDS.items() if trials.get(state))
-        + f"; best is trial {best['number']}: {best['value']:.4f} of the default settings' time (step, moves, exposed "
-        "planning)",
+        f"  {', '.join(counts)}; best is trial {best['number']}: {best['value']:.4f} of the "
+        "default settings' time (step, moves, exposed planning)",
     ]
     if holdout["best_value"] is not None:
         lines.append(
@@ -136,35 +140,24 @@ def plan_summary(plan: Plan, out: Path) -> str:
     return "\n".join([*lines, f"  plan hash {plan.plan_hash[:16]}"])
 
 
-def outcomes_table(outcomes: Sequence[Outcome]) -> Any:
-    """Return the rich table of default plan, published baselines and tuned plan."""
-    from rich import box
-    from rich.table import Table
+def print_quickstart(result: QuickstartResult) -> None:
+    """Print the quickstart's last words: a table of default plan, published baselines and tuned plan, and the time."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Column, Table
 
     title = "Held-out synthetic batches, predicted step times. lost: share lost to imbalance"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("planner", no_wrap=True)
-    for name in ("step time", "speed", "lost", "plan time"):
-        table.add_column(name, justify="right", no_wrap=True)
-    default_s = outcomes[0].step_s
-    for one in outcomes:
+    columns = [Column(name, justify="right", no_wrap=True) for name in ("step time", "speed", "lost", "plan time")]
+    planner = Column("planner", no_wrap=True)
+    table = Table(planner, *columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    default, tuned = result.outcomes[0], result.outcomes[-1]
+    for one in result.outcomes:
         plan_time = f"{one.plan_s:.2f} s" if one.plan_s >= 0.1 else f"{1000 * one.plan_s:.0f} ms"
-        style = "bold green" if one is outcomes[-1] else "dim" if one is outcomes[0] else None
-        table.add_row(
-            one.planner, f"{one.step_s:.3f} s", f"{default_s / one.step_s:.2f}x", f"{100 * one.lost_share:.1f}%",
-            plan_time, style=style,
-        )  # fmt: skip
-    return table
-
-
-def print_quickstart(result: QuickstartResult) -> None:
-    """Print the quickstart's last words."""
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None)
-    console.print(outcomes_table(result.outcomes))
-    total = sum(result.seconds.values())
+        times = f"{one.step_s:.3f} s", f"{default.step_s / one.step_s:.2f}x", f"{one.lost_share:.1%}", plan_time
+        table.add_row(one.planner, *times, style="bold green" if one is tuned else "dim" if one is default else None)
     stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in result.seconds.items())
-    console.print(f"Took {total:.0f} s ({stages}). Report: {result.report}", soft_wrap=True)
-    console.print("Synthetic batches, published H200 times, assumed backward factors: measure your own with `routepack "
-                  "profile`.", soft_wrap=True)  # fmt: skip
+    console, took_s = Console(highlight=False), sum(result.seconds.values())
+    console.print(table)
+    console.print(f"Took {took_s:.0f} s ({stages}). Report: {result.report}", soft_wrap=True)
+    origin = "Synthetic batches, published H200 times, assumed backward factors"
+    console.print(f"{origin}: measure your own with `routepack profile`.", soft_wrap=True)
