@@ -73,13 +73,7 @@ def without_password(url: str) -> str:
 
 
 def load_config(path: Path | str) -> Config:
-    """Read ``routepack.yaml``.
-
-    Raises
-    ------
-    RoutePackError
-        One line: the file, the key, the value, and what is valid there.
-    """
+    """Read ``routepack.yaml``; an error names the file, the key, the value, and what is valid there."""
     import yaml
 
     path = Path(path)
@@ -101,7 +95,7 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
     from search import PlannerParams, TuneParams
 
     if not isinstance(data, Mapping):
-        raise RoutePackError(f"{source}: expected a mapping with {', '.join(REQUIRED)}, got {_shown(data)}.")
+        raise RoutePackError(f"{source}: expected a mapping with {', '.join(REQUIRED)}, got {data!r:.80}.")
     optional = {"planner": PlannerParams, "profile": ProfileParams, "fit": FitParams, "tune": TuneParams}
     fields: dict[str, Any] = {
         "schema_version": (Literal[1], CONFIG_SCHEMA_VERSION),
@@ -112,18 +106,14 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
     }
     rules = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     try:
-        given = json.dumps({key: value for key, value in data.items() if value is not None})
+        given = json.dumps({key: value for key, value in data.items() if value is not None}, default=str)
         found = pydantic.create_model("RoutepackYaml", __config__=rules, **fields).model_validate_json(given)
-    except pydantic.ValidationError as error:
-        valid = {"": tuple(fields)} | {
-            name: tuple(f.name for f in dataclasses.fields(section) if f.init)
-            for name, section in {"topology": Topology, **optional}.items()
-        }
-        raise RoutePackError(f"{source}: {_mistake(error.errors(), valid)}") from None
-    except (TypeError, ValueError) as error:
-        raise RoutePackError(f"{source}: holds a value that is not plain: {error}.") from None
-    try:
         check_tracking_uri(found.tune.tracking_uri)
+    except pydantic.ValidationError as error:
+        valid = {"": list(fields)}
+        for name, section in {"topology": Topology, **optional}.items():
+            valid[name] = [field.name for field in dataclasses.fields(section) if field.init]
+        raise RoutePackError(f"{source}: {_mistake(error.errors(), valid)}") from None
     except ValueError as error:
         raise RoutePackError(f"{source}: `tune.tracking_uri`: {error}") from None
     sections = {field.name: getattr(found, field.name) for field in dataclasses.fields(Config)}
@@ -147,18 +137,17 @@ def _strict_loader() -> Any:
     return Loader
 
 
-def _mistake(errors: Sequence[Any], valid: Mapping[str, tuple[str, ...]]) -> str:
+def _mistake(errors: Sequence[Any], valid: Mapping[str, list[str]]) -> str:
     """Describe the first of pydantic's errors; a misspelt key goes before the missing one that it was meant to be."""
     first = min(errors, key=lambda error: error["type"] not in UNKNOWN_KEY)
-    key, value = ".".join(map(str, first["loc"])), _shown(first["input"])
+    key, value = ".".join(map(str, first["loc"])), f"{first['input']!r:.80}"
     if first["type"] in UNKNOWN_KEY:
         return f"unknown key `{key}`: {_hint(key, valid)}"
     if first["type"] == "missing":
         return f"the key `{key}` is missing. {REQUIRED[key]}"
     if key == "schema_version":
         return (
-            f"schema_version {value} is not the one this version reads ({CONFIG_SCHEMA_VERSION}). Update "
-            "routepack-tune, or write the file for the older schema."
+            f"schema_version {value} is not the one this version reads: {CONFIG_SCHEMA_VERSION}. Update routepack-tune."
         )
     if first["type"] == "dataclass_type":
         return f"expected `{key}` to be a mapping, got {value}."
@@ -166,7 +155,7 @@ def _mistake(errors: Sequence[Any], valid: Mapping[str, tuple[str, ...]]) -> str
     return f"`{key}`: {message}." if first["type"] == "value_error" else f"`{key}`: {message}, got {value}."
 
 
-def _hint(key: str, valid: Mapping[str, tuple[str, ...]]) -> str:
+def _hint(key: str, valid: Mapping[str, list[str]]) -> str:
     section, _, name = key.rpartition(".")
     home = next((other for other, names in valid.items() if other and name in names), None)
     if home is not None:
@@ -174,8 +163,3 @@ def _hint(key: str, valid: Mapping[str, tuple[str, ...]]) -> str:
     near = difflib.get_close_matches(name, valid[section], n=1)
     meant = f"{section}.{near[0]}".lstrip(".") if near else ""
     return f"did you mean `{meant}`?" if near else f"valid keys here: {', '.join(valid[section])}."
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -68,12 +68,7 @@ def check(
         Folder of a new bundle whose times are corrected by the measured steps. Where the evidence is too weak nothing
         is written and the report says why.
     out
-        The report as a JSON file.
-
-    Raises
-    ------
-    RoutePackError
-        If an input is wrong; nothing is written then.
+        The report as a JSON file; where an input is wrong nothing is written.
     """
     folder = bundle_folder(bundle)
     if refit is not None:

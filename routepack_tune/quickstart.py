@@ -28,7 +28,7 @@ from routepack_tune.steps.traces import load_step_batch, save_step_batch
 EXAMPLE = Path(__file__).parent / "example"
 MARKER = "quickstart.json"
 STAGES = ("steps", "measurements", "costmodel", "study", "bundle")
-NUM_STEPS = 6
+NUM_STEPS, NUM_TRIALS = 6, 8
 WORKLOAD = WorkloadParams(num_prompts=24, rollouts=8, median_tokens=2500.0, sigma=0.9, max_tokens=16384)
 
 
@@ -43,9 +43,7 @@ class QuickstartResult:
     report: Path
 
 
-def quickstart(
-    out: Path | str = "routepack-quickstart", trials: int = 8, seed: int = 0, observer: Observer | None = None
-) -> QuickstartResult:
+def quickstart(out: Path | str, observer: Observer | None = None) -> QuickstartResult:
     """Profile (published), fit, tune, deploy, plan and report in ``out``; an earlier quickstart there is replaced."""
     out, bars = Path(out), observer or Observer()
     config, steps, seconds = out / "routepack.yaml", out / "steps", dict[str, float]()
@@ -63,14 +61,13 @@ def quickstart(
         write_bytes(config, (EXAMPLE / "routepack.yaml").read_bytes())
         spec = load_config(config).model
         for step in range(NUM_STEPS):
-            batch = make_step_batch(spec, WORKLOAD, seed=seed, step=step)
-            save_step_batch(steps / f"step{step:02d}.npz", batch)
+            save_step_batch(steps / f"step{step:02d}.npz", batch := make_step_batch(spec, WORKLOAD, step=step))
     with stage("profile"):
         api.profile(config, out / "measurements", published=EXAMPLE / "timings" / "h200_sxm", observer=bars)
     with stage("fit"):
         api.fit(out / "measurements", config, out / "costmodel", observer=bars)
     with stage("tune"):
-        study = api.tune(steps, out / "costmodel", config, out / "study", trials=trials, seed=seed, observer=bars)
+        study = api.tune(steps, out / "costmodel", config, out / "study", trials=NUM_TRIALS, observer=bars)
     with stage("deploy"):
         api.deploy(out / "study", out / "bundle")
     with stage("plan"):
@@ -83,7 +80,7 @@ def quickstart(
     with stage("report"):
         loads = loads_before_and_after(planner, batch, plan)
         write_text(report := out / "report.html", _page(planner, study, outcomes, loads))
-    made = {"seconds": seconds, "seed": seed, "outcomes": [asdict(one) for one in outcomes]}
+    made = {"seconds": seconds, "outcomes": [asdict(one) for one in outcomes]}
     write_json(out / MARKER, {"schema_version": 1, "synthetic": True, **made})
     return QuickstartResult(outcomes, seconds, report)
 

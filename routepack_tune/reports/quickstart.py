@@ -43,16 +43,8 @@ def quickstart_page(
 ) -> str:
     """Return the page.
 
-    Parameters
-    ----------
-    outcomes
-        Default first, tuned last.
-    loads
-        Load of the EP ranks under the default and the tuned plan.
-    facts
-        Where everything comes from: model, topology, device, data, versions, other pages.
-    notes
-        What a reader must know: assumed, extrapolated, synthetic.
+    ``outcomes`` begin with the default and end with the tuned plan; ``loads`` of the EP ranks are under these two.
+    ``facts`` say where everything comes from, ``notes`` what a reader must know: assumed, extrapolated, synthetic.
     """
     times = as_svg(panels(7.2, 0.62 * len(outcomes) + 1.2, partial(plot_time_split, outcomes)), "times")
     table = Table(COLUMNS, [asdict(one) for one in outcomes], tuned=[len(outcomes) - 1])

@@ -152,31 +152,25 @@ def outcomes(summary: Mapping[str, Any]) -> pd.DataFrame:
     Columns are predicted steps without a planner, before and after tuning (moves of experts included), planning times
     before and after, all in seconds as means over seeds, and the step time gained in percent.
     """
-    scores, holdout = summary["best"].get("scores", ()), summary["holdout"]
+    scores, holdout, names = summary["best"].get("scores", ()), summary["holdout"], summary["names"]
     default = [
         {**score, "step_time_s": score["reference_step_s"], "move_s": 0.0, "plan_s": score["reference_plan_s"]}
         for score in scores
     ]
-    pairs: dict[str, Any] = {
-        "tuned": ("tuned on", scores, default),
-        "holdout": ("held out", holdout["best"], holdout["default_settings"]),
-    }
-    columns, found = ("name", "default_s", "step_time_s", "move_s", "plan_s"), []
-    for key, (kind, *both) in pairs.items():
-        tables = (pd.DataFrame(list(rows), columns=columns).set_index("name").astype(np.float64) for rows in both)
-        after, before = (table.groupby(level="name", sort=False).mean() for table in tables)
-        rows = pd.DataFrame(
-            {
-                "kind": kind,
-                "no_planner_s": after["default_s"],
-                "before_s": before["step_time_s"] + before["move_s"],
-                "after_s": after["step_time_s"] + after["move_s"],
-                "before_plan_s": before["plan_s"],
-                "after_plan_s": after["plan_s"],
-            }
-        )
-        found.append(rows.loc[[name for name in summary["names"][key] if name in rows.index]])
-    return pd.concat(found).eval("gain_pct = 100 * (1 - after_s / before_s)")
+    columns = ("name", "default_s", "step_time_s", "move_s", "plan_s")
+    after, before = (
+        pd.DataFrame(rows, columns=columns).set_index("name").astype(np.float64).groupby(level="name").mean()
+        for rows in ([*scores, *holdout["best"]], [*default, *holdout["default_settings"]])
+    )
+    found = pd.DataFrame({"no_planner_s": after["default_s"]})
+    found["before_s"], found["after_s"] = (
+        before["step_time_s"] + before["move_s"],
+        after["step_time_s"] + after["move_s"],
+    )
+    found["before_plan_s"], found["after_plan_s"] = before["plan_s"], after["plan_s"]
+    found["gain_pct"] = 100 * (1 - found["after_s"] / found["before_s"])
+    found["kind"] = np.where(found.index.isin(names["holdout"]), "held out", "tuned on")
+    return found.loc[[name for name in (*names["tuned"], *names["holdout"]) if name in found.index]]
 
 
 def pictures(summary: Mapping[str, Any]) -> dict[str, Figure]:

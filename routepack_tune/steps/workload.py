@@ -22,7 +22,6 @@ from profiler.errors import RoutePackError
 if TYPE_CHECKING:
     from search import StepBatch
 
-WORKLOAD_SCHEMA_VERSION = 1
 QUANTILES = tuple(q / 10 for q in range(11))
 HOTTEST = 8
 SPREADS = 3.0
@@ -32,37 +31,19 @@ KEYS = ("tokens", "length_quantiles", "hottest_over_mean", "effective_experts")
 
 
 def workload_statistics(names: Sequence[str], batches: Iterable[StepBatch]) -> dict[str, Any]:
-    """Return the numbers of a stream of batches, ready for JSON.
-
-    Raises
-    ------
-    RoutePackError
-        If a batch carries no routes.
-    """
+    """Return the numbers of a stream of batches, ready for JSON; every batch must carry routes."""
     rows, loads_LE = [], np.zeros((1, 1), np.int64)
     for name, batch in zip(names, batches, strict=True):
         loads = batch.expert_counts.sum(axis=0, dtype=np.int64)
         if not loads.any():
             raise RoutePackError(f"{name}: no sample carries routes. Enable routing replay in the rollout.")
-        hottest, effective = _skew(loads)
-        rows.append({
-            "name": name, "samples": batch.num_samples, "tokens": int(batch.lengths.sum()),
-            "length_quantiles": [round(float(q), 1) for q in np.quantile(batch.lengths, QUANTILES)],
-            "hottest_over_mean": round(float(np.exp2(np.log2(hottest).mean())), 4),
-            "effective_experts": round(float(np.exp2(np.log2(effective).mean())), 4),
-        })  # fmt: skip
+        lengths = [round(float(q), 1) for q in np.quantile(batch.lengths, QUANTILES)]
+        numbers = {"tokens": int(batch.lengths.sum()), "length_quantiles": lengths, **_skew(loads)}
+        rows.append({"name": name, "samples": batch.num_samples, **numbers})
         loads_LE = loads_LE + loads
-    hottest, effective = _skew(loads_LE)
     order_LE = np.argsort(-loads_LE, axis=1, kind="stable")[:, :HOTTEST]
-    return {
-        "schema_version": WORKLOAD_SCHEMA_VERSION,
-        "batches": rows,
-        "layers": {
-            "hottest_over_mean": np.round(hottest, 4).tolist(),
-            "effective_experts": np.round(effective, 4).tolist(),
-            "hottest_experts": [" ".join(map(str, layer)) for layer in order_LE.tolist()],
-        },
-    }
+    hottest = [" ".join(map(str, layer)) for layer in order_LE.tolist()]
+    return {"batches": rows, "hottest_experts": hottest}
 
 
 def compare_workloads(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
@@ -87,12 +68,14 @@ def compare_workloads(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> di
 
 def hottest_overlap(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> float:
     """Return the share of the hottest experts of every layer that are the same ones, mean over layers."""
-    pairs = zip(tuned["layers"]["hottest_experts"], recent["layers"]["hottest_experts"], strict=True)
+    pairs = zip(tuned["hottest_experts"], recent["hottest_experts"], strict=True)
     return float(np.mean([len(set(a.split()) & set(b.split())) / max(1, len(a.split())) for a, b in pairs]))
 
 
-def _skew(loads_LE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hottest expert over the mean and the effective number of experts, both [L]."""
+def _skew(loads_LE: np.ndarray) -> dict[str, float]:
+    """Return the hottest expert over the mean and the effective number of experts, geometric means over layers."""
     share_LE = loads_LE / loads_LE.sum(axis=1, keepdims=True)
     entropy_L = -(share_LE * np.log2(np.where(share_LE > 0, share_LE, 1.0))).sum(axis=1)
-    return share_LE.max(axis=1) * share_LE.shape[1], np.exp2(entropy_L)
+    hottest_L = np.log2(share_LE.max(axis=1) * share_LE.shape[1])
+    means = {"hottest_over_mean": np.exp2(hottest_L.mean()), "effective_experts": np.exp2(entropy_L.mean())}
+    return {name: round(float(mean), 4) for name, mean in means.items()}

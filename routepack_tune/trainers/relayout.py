@@ -43,8 +43,7 @@ def to_physical(state: ExpertState, plan: Plan, layer_of: Callable[[str], int]) 
     RoutePackError
         If the state is already laid out, for this or another placement, or a tensor has another number of experts.
     """
-    _expect(state, LOGICAL)
-    return _reordered(state, plan, plan.physical_to_logical(), layer_of, plan.placement_id)
+    return _reordered(state, plan.physical_to_logical(), layer_of, LOGICAL, plan.placement_id)
 
 
 def to_logical(state: ExpertState, plan: Plan, layer_of: Callable[[str], int]) -> ExpertState:
@@ -55,21 +54,17 @@ def to_logical(state: ExpertState, plan: Plan, layer_of: Callable[[str], int]) -
     RoutePackError
         If the state is laid out for another placement than this plan's.
     """
-    _expect(state, plan.placement_id)
-    return _reordered(state, plan, plan.placement_LE, layer_of, LOGICAL)
-
-
-def _expect(state: ExpertState, placement_id: str) -> None:
-    if state.placement_id != placement_id:
-        raise RoutePackError(
-            f"Expert state is laid out for placement {state.placement_id[:16]}, not {placement_id[:16]}: loading it as "
-            "it is would give experts each other's weights. Bring it back to logical order with its own plan first."
-        )
+    return _reordered(state, plan.placement_LE, layer_of, plan.placement_id, LOGICAL)
 
 
 def _reordered(
-    state: ExpertState, plan: Plan, order_LE: Any, layer_of: Callable[[str], int], placement_id: str
+    state: ExpertState, order_LE: Any, layer_of: Callable[[str], int], before: str, after: str
 ) -> ExpertState:
+    if state.placement_id != before:
+        raise RoutePackError(
+            f"Expert state is laid out for placement {state.placement_id[:16]}, not {before[:16]}: loading it as it is "
+            "would give experts each other's weights. Bring it back to logical order with its own plan first."
+        )
     tensors = {}
     for name, tensor in state.tensors.items():
         layer = layer_of(name)
@@ -79,4 +74,4 @@ def _reordered(
                 f"experts in {len(order_LE)} layers."
             )
         tensors[name] = tensor[order_LE[layer]]
-    return ExpertState(tensors, placement_id)
+    return ExpertState(tensors, after)

@@ -85,6 +85,12 @@ def job(tmp_path, monkeypatch):
     return write_job(tmp_path / "job")
 
 
+@pytest.fixture(scope="session")
+def make_job(tmp_path_factory):
+    """Write such inputs once for many tests."""
+    return lambda: write_job(tmp_path_factory.mktemp("job") / "job")
+
+
 def write_job(folder):
     """Write the inputs of a tiny job."""
     folder.mkdir()

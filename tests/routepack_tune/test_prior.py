@@ -57,19 +57,28 @@ def save_measurements(folder, fingerprint, speed, keep):
     Measurements.from_rows(rows, meta).save(folder)
 
 
-@pytest.fixture
-def folders(job, monkeypatch):
-    """Measurements of both GPUs, and the old one's cost model; the tracking of fits is not what is tested here."""
-    monkeypatch.setattr("routepack_tune.tracking.fit_tracking.track_fit", lambda *_, **__: None)
+@pytest.fixture(scope="module", autouse=True)
+def untracked():
+    """The tracking of fits is not what is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("routepack_tune.tracking.fit_tracking.track_fit", lambda *_, **__: None)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def job(make_job, untracked):
+    """Measurements of both GPUs, and the old one's cost model."""
+    job = make_job()
     job.config.write_text(CONFIG)
     save_measurements(job.folder / "old", SOURCE, 1.0, 1)
     save_measurements(job.folder / "new", TARGET, 1.5, 4)
     api.fit(job.folder / "old", job.config, job.folder / "sibling")
-    return job.folder
+    return job
 
 
-def test_fit_takes_several_priors_and_says_which_it_used(folders, job, capsys):
-    out = folders / "joint"
+def test_fit_takes_several_priors_and_says_which_it_used(job, tmp_path, capsys):
+    folders, out = job.folder, tmp_path / "joint"
     code = main(["fit", str(folders / "new"), "--config", str(job.config), "--out", str(out),
                  "--prior", str(folders / "sibling"), "--prior", str(folders / "sibling")])  # fmt: skip
     printed = capsys.readouterr()
@@ -82,9 +91,9 @@ def test_fit_takes_several_priors_and_says_which_it_used(folders, job, capsys):
     assert header["operations"]["experts-forward"]["prior"]["data_hash"] == sibling["data_hash"]
 
 
-def test_few_rows_with_a_prior_are_nearer_the_truth(folders, job):
-    alone = api.fit(folders / "new", job.config, folders / "alone")
-    joint = api.fit(folders / "new", job.config, folders / "joint", priors=[folders / "sibling"])
+def test_few_rows_with_a_prior_are_nearer_the_truth(job, tmp_path):
+    alone = api.fit(job.folder / "new", job.config, tmp_path / "alone")
+    joint = api.fit(job.folder / "new", job.config, tmp_path / "joint", priors=[job.folder / "sibling"])
     asked = [(time_us, features) for op, time_us, features in rows_of(1.5, 1) if op == "experts"]
     true_us = np.array([time_us for time_us, _ in asked])
     columns = {name: np.array([features[name] for _, features in asked], dtype=np.float64) for name in asked[0][1]}
@@ -92,16 +101,16 @@ def test_few_rows_with_a_prior_are_nearer_the_truth(folders, job):
         np.abs(model.predict_us("experts", "forward", columns)[0] / true_us - 1.0).mean() for model in (alone, joint)
     ]
     assert errors[1] < 0.5 * errors[0]
-    loaded = CostModel.load(folders / "joint")
+    loaded = CostModel.load(tmp_path / "joint")
     after, _ = loaded.predict_us("experts", "forward", columns)
     assert after.tobytes() == joint.predict_us("experts", "forward", columns)[0].tobytes()
 
 
-def test_a_missing_prior_is_one_line_and_nothing_is_written(folders, job, capsys):
-    code = main(["fit", str(folders / "new"), "--config", str(job.config), "--out", str(folders / "joint"),
-                 "--prior", str(folders / "nowhere")])  # fmt: skip
+def test_a_missing_prior_is_one_line_and_nothing_is_written(job, tmp_path, capsys):
+    code = main(["fit", str(job.folder / "new"), "--config", str(job.config), "--out", str(tmp_path / "joint"),
+                 "--prior", str(job.folder / "nowhere")])  # fmt: skip
     error = capsys.readouterr().err
     assert code == 1
     assert error.count("Error: ") == 1
     assert "nowhere" in error
-    assert not (folders / "joint").exists()
+    assert not (tmp_path / "joint").exists()

@@ -188,17 +188,13 @@ def test_the_page_opens_in_a_browser(tmp_path, plain):
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium here to open the page")
-    path = tmp_path / "profile.html"
-    path.write_text(profile_page(plain))
-    common = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
-    shown = subprocess.run(
-        [*common, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=60, check=True
-    )
+    path, image = tmp_path / "profile.html", tmp_path / "page.png"
+    path.write_text(text := profile_page(plain))
     # The anchor, and every operation but the experts, which were timed with nothing to do.
-    assert shown.stdout.count("<svg") == 1 + len(list(operation_rows(plain))) - 1
-    assert shown.stdout.rstrip().endswith("</html>")
-    image = tmp_path / "page.png"
-    shot = [*common, "--window-size=1000,4000", f"--screenshot={image}", path.as_uri()]
+    assert text.count("<svg") == 1 + len(list(operation_rows(plain))) - 1
+    assert text.rstrip().endswith("</html>")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
+    shot = [browser, *options, "--window-size=1000,4000", f"--screenshot={image}", path.as_uri()]
     subprocess.run(shot, capture_output=True, timeout=60, check=True)
     import matplotlib.image
 

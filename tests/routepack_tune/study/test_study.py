@@ -89,7 +89,7 @@ def test_every_trial_is_a_nested_run_under_one_parent(study_template):
         assert run.data.params["max_iterations"] == str(trial["params"]["max_iterations"])
     client = quiet_mlflow().MlflowClient(tracking_uri=own_uri(folder))
     plots = {file.path for file in client.list_artifacts(parents[0].info.run_id, "plots")}
-    assert {"plots/history.png", "plots/batches.png", "plots/holdout.png"} <= plots
+    assert {"plots/history.png", "plots/importances.png"} <= plots
     assert list((folder / "artifacts").rglob("history.png"))
 
 
