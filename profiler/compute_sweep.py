@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
-from profiler.cases.case import Case, doubtful_cases, middle_case
+from profiler.cases.case import doubtful_cases, middle_case
 from profiler.cases.design import Chooser, Design, Round
 from profiler.device.backend import TorchBackend
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
 from profiler.observer import Observer
-from profiler.params import ProfileParams
 from profiler.steadiness import time_anchor
 from profiler.timer import MAX_LOOKS, both_looks, message_of, time_case
 
 WHAT, WHAT_AGAIN = "profile", "profile short and doubtful cases again"
-"""Names under which a sweep reports its progress; later rounds add their number."""
-MAX_MINUTES = "max_minutes"
 ANCHOR_EVERY = 12
 """One fixed case is timed again after this many cases, to see the device drift."""
 SHORT_US = 5000.0
@@ -38,16 +34,13 @@ def progress_message(errors_pct: Mapping[str, float], minutes_left: float, lates
 class ComputeSweep:
     """Time the cases of a design into a journal, tell an observer, and know what is timed."""
 
-    def __init__(
-        self, design: Design, backend: TorchBackend, params: ProfileParams, journal: Journal, observer: Observer
-    ) -> None:
-        self.pool, self.backend, self.params = design.cases, backend, params
+    def __init__(self, design: Design, backend: TorchBackend, journal: Journal, observer: Observer) -> None:
+        self.pool, self.params, self.backend = design.cases, design.params, backend
         self.journal, self.observer = journal, observer
         # All runs in a folder share the minutes.
-        left = params.max_minutes - sum(one["minutes"] for one in journal.rounds)
-        self._end = time.monotonic() + 60.0 * left if params.max_minutes else float("inf")
-        self.timed = [case for case in self.pool if journal.is_done(case, backend.dtype_name, params)]
-        """Finished cases; those that failed before are not among them where they are to be tried again."""
+        left = self.params.max_minutes - sum(one["minutes"] for one in journal.rounds)
+        self._end = time.monotonic() + 60.0 * left if self.params.max_minutes else float("inf")
+        self.timed = [case for case in self.pool if journal.is_done(case, backend.dtype_name, self.params)]
         self._anchor = middle_case(self.pool, "dense")
 
     def run(self, chooser: Chooser) -> None:
@@ -60,7 +53,7 @@ class ComputeSweep:
             before = 0  # Only the first bar counts the cases of earlier runs.
             self._look_again()
             asked = chooser(self.pool, self.timed, rows.values(), self.params)
-            stopped_by = asked.stopped_by or (MAX_MINUTES if self._minutes_left() <= 0 else "")
+            stopped_by = asked.stopped_by or ("max_minutes" if self._minutes_left() <= 0 else "")
             if count or not self.journal.rounds:
                 gained = {"cases": count, "minutes": (time.monotonic() - begun) / 60.0, "stopped_by": stopped_by}
                 errors_pct = {op: round(error, 3) for op, error in asked.errors_pct.items()}
@@ -86,7 +79,12 @@ class ComputeSweep:
                 rows = time_case(case, self.backend, self.params)
                 self.journal.add(rows=rows)
                 self.timed.append(case)
-                _stop_if_broken(case, rows)
+                if broken := [row["message"] for row in rows if "CUDA error" in row.get("message", "")]:
+                    # Every later call fails too; the row is kept, so the next run goes on past this case.
+                    raise RoutePackError(
+                        f"The CUDA device stopped working at {case.op} {dict(case.features)}: {broken[0]}. Run the "
+                        "same command again: it continues after that case."
+                    )
                 count += 1
                 pace = (time.monotonic() - begun) / 60.0 / count
                 left = min(self._minutes_left(), pace * (len(asked.cases) - count))
@@ -116,13 +114,3 @@ class ComputeSweep:
                 self.journal.add(rows=[row | {"looks": look} for row in both])
                 self.observer.advance(WHAT_AGAIN, message_of(case, rows))
             self.observer.finish(WHAT_AGAIN)
-
-
-def _stop_if_broken(case: Case, rows: list[dict[str, Any]]) -> None:
-    # After such an error every later call fails too; the row is kept, so the next run goes on past this case.
-    message = next((row["message"] for row in rows if "CUDA error" in row.get("message", "")), "")
-    if message:
-        raise RoutePackError(
-            f"The CUDA device stopped working at {case.op} {dict(case.features)}: {message}. Run the same command "
-            "again: it continues after that case."
-        )

@@ -1,7 +1,6 @@
 """Files that are whole or absent, and hashes that mean the same in every process.
 
-Everything the project writes goes through a temporary name in the same folder and one rename, so that a killed
-run never leaves half a file. Hashes are SHA-256 over canonical JSON or bytes: never Python's salted ``hash``.
+Everything goes through a temporary name in the same folder and one rename, so that a kill never leaves half a file.
 """
 
 from __future__ import annotations

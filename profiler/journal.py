@@ -1,8 +1,7 @@
 """The journal of a sweep: finished cases, one line each, flushed to disk before the next begins.
 
 A folder belongs to one device, model, type and thread count: its header says which, and a later run that differs is
-refused. Only rank 0 writes, under an exclusive lock; the other ranks hold the same in memory. A last line cut short by
-a kill is dropped.
+refused. Only rank 0 writes, under an exclusive lock. A last line cut short by a kill is dropped.
 
 Lines are JSON objects with one key: ``header``, ``rows`` (of one case), ``anchor``, ``session`` (how one run went) or
 ``round`` (what one round of cases gained).
@@ -45,9 +44,7 @@ class Journal:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._lock.acquire(blocking=False)
             except Timeout:
-                raise RoutePackError(
-                    f"Another profile is writing to {folder}. Wait for it, or choose another --out."
-                ) from None
+                raise RoutePackError(f"Another profile is writing to {folder}. Choose another --out.") from None
             except OSError as error:
                 raise RoutePackError(f"Cannot write to {folder}: {error.strerror}. Choose another --out.") from None
             try:
@@ -70,9 +67,7 @@ class Journal:
         if self.header:
             self._check_same(header)
         elif self.folder and (self.folder / FILE_NAME).exists():
-            raise RoutePackError(
-                f"{self.folder} holds measurements that this profile did not write. Choose another --out."
-            )
+            raise RoutePackError(f"{self.folder} holds measurements of other origin. Choose another --out.")
         self.add(header=header)
 
     def known(self, case: Case, dtype: str) -> list[dict[str, Any]]:

@@ -93,9 +93,7 @@ class Measurements:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path = Path(path)
-        if path.is_dir():
-            path = path / FILE_NAME
+        path = Path(path, FILE_NAME) if Path(path).is_dir() else Path(path)
         if not path.is_file():
             raise RoutePackError(f"Measurements not found: {path}. Run `routepack profile` first.")
         try:
@@ -107,9 +105,7 @@ class Measurements:
             ) from None
         except (pa.ArrowException, OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise RoutePackError(
-                f"Measurements {path} are damaged ({reason}). Run `routepack profile` again."
-            ) from None
+            raise RoutePackError(f"Measurements {path} are damaged ({reason}). Profile again.") from None
         if (version := meta.get("schema_version")) != SCHEMA_VERSION:
             raise RoutePackError(
                 f"Measurements {path} have schema_version {version}, this version reads {SCHEMA_VERSION}. "

@@ -163,10 +163,7 @@ class ModelSpec:
         else:
             kv_heads = told("num_key_value_heads") or heads
             qk_dim = v_dim = told("head_dim") or hidden // heads
-        optional: dict[str, Any] = {}
-        if linear_layers:
-            optional = {key: asked(key) for key in LINEAR_SIZES}
-            optional["linear_conv_kernel_dim"] = told("linear_conv_kernel_dim") or 0
+        linear_sizes = {key: asked(key) for key in LINEAR_SIZES} if linear_layers else {}
         try:
             return cls(
                 name=name,
@@ -189,7 +186,8 @@ class ModelSpec:
                 moe_layers=_moe_layers(config, layers),
                 attention_output_gate=bool(told("attn_output_gate", told("model_type") == "qwen3_next")),
                 linear_layers=linear_layers,
-                **optional,
+                linear_conv_kernel_dim=told("linear_conv_kernel_dim") or 0,
+                **linear_sizes,
             )
         except ValueError as error:
             raise RoutePackError(f"Model {name}: {error}") from None
@@ -199,9 +197,7 @@ def _integer(config: Mapping[str, Any], name: str, *keys: str) -> int:
     """Return the first of several keys that a configuration states."""
     key = next((key for key in keys if config.get(key) is not None), None)
     if key is None:
-        raise RoutePackError(
-            f"Model {name}: its config.json has no {' or '.join(keys)}. Give the config.json of an MoE model."
-        )
+        raise RoutePackError(f"Model {name}: its config.json has no {' or '.join(keys)}. Give that of an MoE model.")
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int):
         raise RoutePackError(f"Model {name}: expected {key} to be an integer, got {value!r}.")
@@ -244,9 +240,7 @@ def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
     path = Path(folder, model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise RoutePackError(
-            f"Model {model!r} is neither shipped ({', '.join(SHIPPED_MODELS)}) nor the path of a config.json."
-        )
+        raise RoutePackError(f"Model {model!r} is neither shipped ({', '.join(SHIPPED_MODELS)}) nor a config.json.")
     config = read_json(path, "Model configuration")
     if not isinstance(config, dict):
         raise RoutePackError(f"Model configuration {path} is not a JSON object.")

@@ -55,7 +55,7 @@ def time_anchor(anchor: Case, backend: TorchBackend, params: ProfileParams, jour
     """Time the anchor once more, forward, and note it with what the device said right after."""
     forward = time_case(anchor, backend, params, directions=("forward",))[0]
     if forward["status"] == "ok":
-        looked = {"case_id": forward["case_id"], "time_us": forward["time_us"]}
+        looked = {name: forward[name] for name in ("case_id", "time_us")}
         journal.add(anchor=looked | {"readings": backend.readings()})
 
 
@@ -72,15 +72,14 @@ def watched(backend: TorchBackend, journal: Journal) -> Iterator[None]:
         if len(journal.rows) + len(journal.anchors) != held:
             wall_s, after = time.perf_counter() - began, cpu_use()
             session = {"kind": backend.kind, "wall_s": wall_s, "busy_s": backend.busy_s - busy_s}
-            session |= {"foreign_cpu_share": foreign_share(before, after, wall_s)}
-            journal.add(session=session | {"throttled": after.throttled - before.throttled})
+            told = {"foreign_cpu_share": foreign_share(before, after, wall_s)}
+            journal.add(session=session | told | {"throttled": after.throttled - before.throttled})
 
 
 def steadiness(journal: Journal, params: ProfileParams) -> dict[str, Any]:
-    """Return the verdict over all sessions of a sweep and the numbers behind it; call it when the watch has ended.
+    """Return the verdict over all sessions of a sweep and the numbers behind it, None where nobody could tell.
 
-    ``steady`` is False where ``problems`` has an entry; a number that nobody could tell is None. Clocks that fall and a
-    power cap are how a card works under GEMMs, in training too: facts, and no fault while the anchor keeps its time.
+    Clocks that fall and a power cap are how a card works under GEMMs, in training too: facts, no problems.
     """
     anchors, sessions, readings = journal.anchors, journal.sessions, [one["readings"] for one in journal.anchors]
     times: dict[str, list[float]] = {}
@@ -158,8 +157,7 @@ def cpu_use(proc: Path = Path("/proc")) -> CpuUse:
     lines = re.findall(r"^cpu(\d+) (.+)$", read_text(proc / "stat"), re.MULTILINE)
     fields = [[*map(int, line.split()), 0, 0, 0, 0] for core, line in lines if int(core) in usable]
     ticks = sum(core[i] for core in fields for i in BUSY_FIELDS)
-    others = 0
-    # Other processes that this one's launcher started.
+    others = 0  # Ticks of the other processes that this one's launcher started.
     for path in proc.glob("[0-9]*/stat") if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else ():
         # A process may end while we look; its name, in brackets, may hold anything.
         told = read_text(path).rpartition(")")[2].split()

@@ -74,7 +74,7 @@ def profile_device(
             with ranks.together():
                 design = Design(spec, topology, max_tokens, params, rates, backend.dtype.itemsize, seen or Seen())
                 if first:
-                    ComputeSweep(design, backend, params, journal, observer).run(chooser)
+                    ComputeSweep(design, backend, journal, observer).run(chooser)
             if ranks.size > 1:
                 times = relative_times(time_speeds(stage, design.cases))
                 described = [one | {"speed": time} for one, time in zip(described, times, strict=True)]
@@ -88,35 +88,28 @@ def profile_device(
                 meta |= {"max_tokens": max_tokens, "limits": design.limits, "ranks": described}
                 doubts = doubtful_cases(journal.rows.values())  # Even after more looks: marked.
                 rows = [({"flag": DOUBT} if i in doubts else {}) | journal.rows[i] for i in sorted(journal.rows)]
+                Measurements.from_rows(rows, meta).save(out)
                 merged = [rows, meta]
         measurements = Measurements.from_rows(*ranks.agree(merged))
-        with ranks.together():
-            if first:
-                measurements.save(out)
     if first:
         warn_of_problems(measurements.meta["steadiness"])
         warn_of_slow_ranks(described)
     return measurements
 
 
-def _begin(
-    journal: Journal, stage: Stage, spec: ModelSpec, sizes: list[int], fingerprints: list[dict[str, Any]]
-) -> None:
+def _begin(journal: Journal, stage: Stage, spec: ModelSpec, sizes: list[int], fingerprints: list[Any]) -> None:
     """Look at the device, unless an earlier run did, and let the journal say what it belongs to."""
     ranks, backend, params = stage.ranks, stage.backend, stage.params
     known = ranks.agree(journal.header)
-    rates: dict[str, Any] = {}
     with ranks.together():
-        if ranks.rank == 0:
-            # A first look stays, so that every run designs the same cases.
-            rates = known.get("rates") or asdict(measure_rates(backend, params))
+        # A first look stays, so that every run designs the same cases.
+        rates = known.get("rates") or (asdict(measure_rates(backend)) if ranks.rank == 0 else {})
     links = known.get("links", {})
     if not set(map(str, sizes)) <= links.keys():
         links |= measure_links(stage, sizes)
     dtype = FLOAT8 if params.dtype == FLOAT8 else backend.dtype_name
     header: dict[str, Any] = {"model": spec.name, "spec_hash": spec.spec_hash, "dtype": dtype}
-    header |= {"threads": backend.threads, "fingerprints": fingerprints}
-    header |= {"rates": ranks.agree(rates), "links": ranks.agree(links)}
+    header |= {"threads": backend.threads, "fingerprints": fingerprints, "rates": ranks.agree(rates), "links": links}
     with ranks.together():
         journal.begin(header)
 

@@ -29,11 +29,9 @@ MORE_REPEATS = 3
 """Runs that scatter are repeated up to this many times as often, while the case has time."""
 MAX_LOOKS = 3
 """A case that stays slower than a larger one is timed this often in all; then it is marked, for it may be real."""
-MESSAGE_LENGTH = 200
 LAUNCH_BOUND = "launch-bound: the host launched longer than the flush before could hide"
 """Flag of rows whose time holds launches that training hides; fits leave flagged rows out where others are near."""
 PROBE_SIZE = {"cpu": 512, "cuda": 4096}
-PROBE_HEADS = (8, 8, 64, 64)
 PROBES = 8
 USABLE_MEMORY = 0.5
 """Share of the free memory that a case may take unless told otherwise."""
@@ -41,15 +39,16 @@ USABLE_MEMORY = 0.5
 
 def backward_of(work: Work, output: Any, upstream: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
     """Return the backward run and what comes before each, untimed: a fresh graph, where a run spoils the kept one."""
+    keeps_graph = work.library == "torch"
 
     def prepare() -> None:
         nonlocal output
-        if not work.keeps_graph:
+        if not keeps_graph:
             output = None  # freed before the next one needs the room
             output = work.run()
 
     def run() -> Any:
-        return torch.autograd.grad(output, work.inputs, upstream, retain_graph=work.keeps_graph)
+        return torch.autograd.grad(output, work.inputs, upstream, retain_graph=keeps_graph)
 
     return run, prepare
 
@@ -74,7 +73,7 @@ def time_case(
         is_oom = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in text
         kind = "" if known or isinstance(error, FloatingPointError) else f"{type(error).__name__}: "
         failure = {"status": "oom" if is_oom else "unsupported" if known else "failed"}
-        failure["message"] = f"{kind}{text}"[:MESSAGE_LENGTH]
+        failure["message"] = f"{kind}{text}"[:200]
         found += [failure] * (len(directions) - len(found))
         torch.cuda.empty_cache()
     finally:
@@ -129,8 +128,7 @@ def times_of(samples: list[float]) -> dict[str, Any]:
 def both_looks(first: Mapping[str, Any], second: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return one row of two looks at a case; a row without a time loses.
 
-    On a CPU, where disturbances only add time, the faster look is kept. A GPU's clocks also boost: there the faster one
-    would be too fast in the mean, and the repeats of both are pooled.
+    On a CPU disturbances only add time, and the faster look counts; a GPU's clocks also boost, and repeats are pooled.
     """
     timed = [row for row in (first, second) if row["status"] == "ok"]
     if kind == "cuda" and len(timed) == 2:
@@ -145,16 +143,13 @@ def message_of(case: Case, rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{case.op} {size}: {' + '.join(times)}"
 
 
-def measure_rates(backend: TorchBackend, params: ProfileParams) -> Rates:
-    """Time a GEMM, an attention core, a fill and a tiny GEMM, so that a sweep asks for what the device can finish.
-
-    RoutePackError if it cannot run one of them in the number type asked for: nothing else would be timed either.
-    """
+def measure_rates(backend: TorchBackend) -> Rates:
+    """Time a GEMM, an attention core, a fill and a tiny GEMM, so that a sweep asks for what the device can finish."""
     size = PROBE_SIZE[backend.kind]
     gemm = Case("dense", "", {"tokens": size, "n": size, "k": size})
-    core = cell_case("attention", "single", (size,), PROBE_HEADS)
+    core = cell_case("attention", "single", (size,), (8, 8, 64, 64))
     return Rates(
-        memory_bytes=int(params.max_memory_gib * 2**30) or int(backend.free_bytes() * USABLE_MEMORY),
+        memory_bytes=int(backend.free_bytes() * USABLE_MEMORY),
         gemm_flops_per_s=forward_flops(gemm) / _best_s(gemm, backend),
         attention_flops_per_s=forward_flops(core) / _best_s(core, backend),
         bytes_per_s=FLUSH_BYTES[backend.kind] / min(backend.timed(backend.flush)[0] * 1e-6 for _ in range(PROBES)),

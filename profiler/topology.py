@@ -44,10 +44,7 @@ class Topology:
                 f"expert_tensor_parallel_size = {block} must divide it."
             )
         if block % dense and dense % block:
-            raise ValueError(
-                f"An EP block of {block} ranks straddles DP slots of {dense} ranks: one must be a multiple of the "
-                "other."
-            )
+            raise ValueError(f"An EP block of {block} ranks straddles DP slots of {dense}: one must divide the other.")
 
     @property
     def ranks_per_slot(self) -> int:

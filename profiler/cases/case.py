@@ -67,15 +67,13 @@ def case_id(op: str, direction: str, dtype: str, features: Mapping[str, int]) ->
 
 
 def causal_pairs(lengths: np.ndarray, window: np.ndarray | int = 0) -> np.ndarray:
-    """Return the (query, key) pairs of causal sequences: a query sees ``window - 1`` keys before it (0: all)."""
+    """Return the (query, key) pairs of causal sequences: queries see themselves and ``window - 1`` keys (0: all)."""
     lengths = np.asarray(lengths, dtype=np.int64)
     reach = np.where(np.asarray(window) > 0, np.minimum(window, lengths), lengths)
     return reach * (reach + 1) // 2 + (lengths - reach) * reach
 
 
-def cell_case(
-    op: str, pattern: str, lengths: tuple[int, ...], heads: tuple[int, int, int, int], window: int = 0
-) -> Case:
+def cell_case(op: str, pattern: str, lengths: tuple[int, ...], heads: tuple[int, ...], window: int = 0) -> Case:
     """Return the ``attention`` or ``linear_attention`` core of one cell.
 
     ``heads`` is (query heads, key-value heads, qk dim, v dim), of linear attention (value heads, key heads, key dim,
@@ -96,11 +94,9 @@ def filled(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return some
 
 
-def experts_case(
-    pattern: str, rows_per_expert: ArrayLike, hidden: int, inter: int, num_experts: int, dtype: str = ""
-) -> Case:
+def experts_case(pattern: str, rows: ArrayLike, hidden: int, inter: int, num_experts: int, dtype: str = "") -> Case:
     """Return the grouped expert GEMM of a rank that handles only its own rows (``router_tokens`` 0)."""
-    counts = np.asarray(rows_per_expert, dtype=np.int64)
+    counts = np.asarray(rows, dtype=np.int64)
     loads = (counts.sum(), (counts > 0).sum(), padded_rows(counts).sum(), counts.max())
     features = dict(zip(EXPERT_ROWS, map(int, loads), strict=True)) | {"local_experts": len(counts)}
     features |= {"hidden_size": hidden, "inter_size": inter, "router_tokens": 0, "num_experts": num_experts}

@@ -1,8 +1,7 @@
 """Lay out the pool of a sweep: every case that is worth timing, of which rounds choose a few.
 
-Sizes are spaced in log between small and the largest that the job can meet, both ends included; where the device
-cannot finish the largest in the time or memory given, the range ends at the largest that it can, and says so. Cells and
-loads of the user's own steps join with the pattern ``seen``.
+Sizes are spaced in log between small and the largest that the job can meet, both ends included, or the largest that the
+device can finish in the time and memory given. Cells and loads of the user's own steps join with the pattern ``seen``.
 
 A *class* is what is chosen from as one: an operation, for attention each window, for dense each shape. What is timed
 next is decided in rounds, by a chooser of a floor above or evenly. Invariant: a round is a function of the pool, of
@@ -186,9 +185,7 @@ class Design:
         rank = partial(experts_case, hidden=hidden, inter=max(1, inter), num_experts=experts, dtype=dtype)
         block_rows = self.max_tokens * topology.slots_per_block * spec.top_k // topology.blocks_per_slot
         wanted = max(1, min(block_rows, round(block_rows / ranks * LOAD_FACTOR)))
-        afforded = self._largest(
-            "rows of one rank", wanted, lambda rows: rank("even", split_exactly(rows, np.ones(local)))
-        )
+        afforded = self._largest("rows of one rank", wanted, lambda n: rank("even", split_exactly(n, np.ones(local))))
         if not afforded:
             return []
         cases = [rank("empty", [0] * local), rank("sparse", [1] + [0] * (local - 1))]
@@ -246,9 +243,7 @@ Chooser = Callable[[Sequence[Case], Collection[Case], Iterable[Mapping[str, Any]
 """From the pool, the finished ones among its own objects, all rows so far and the settings to the next round."""
 
 
-def even_round(
-    pool: Sequence[Case], timed: Collection[Case], _: Iterable[Mapping[str, Any]], params: ProfileParams
-) -> Round:
+def even_round(pool: Sequence[Case], timed: Collection[Case], _: Any, params: ProfileParams) -> Round:
     """Return what is not timed yet of ``max_points`` cases of every class, even over each pattern's sizes."""
     caps = points_by_class(pool, params.max_points)
     wanted = {id(case) for key, cases in by_class(pool).items() for case in even_choice(cases, caps[key])}

@@ -33,10 +33,7 @@ LISTED_KERNELS = 3
 
 
 class TorchBackend:
-    """Run torch on one device with a fixed type and thread count.
-
-    Invariant: ``busy_s`` is the wall time spent inside flushes and runs, and nothing else.
-    """
+    """Run torch on one device with a fixed type and thread count."""
 
     def __init__(self, kind: str, params: ProfileParams) -> None:
         self.kind, self.device = kind, torch.device(kind)
@@ -55,6 +52,7 @@ class TorchBackend:
         self.launch_bound = False
         """Whether the latest run's launches took longer than the most writes of a flush can cover."""
         self.busy_s = 0.0
+        """Wall time spent inside flushes and runs, and nothing else."""
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
@@ -98,10 +96,7 @@ class TorchBackend:
             self.timed(lambda: None)  # Waits for a GPU.
 
     def timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the time of one run and its result: events on CUDA, the performance counter on CPU.
-
-        On CUDA nothing waits between the flush before and the run: launches hide behind it, as they do in training.
-        """
+        """Return the time of one run and its result; on CUDA launches hide behind the flush before."""
         began = time.perf_counter()
         if self.kind == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -121,13 +116,9 @@ class TorchBackend:
     def _cover(self, launch_s: float) -> None:
         """Let the next flush last longer than the launches of a run like this one."""
         if not self._write_s:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._write_s = 1e-6
             self._flush.zero_()  # The first write only gets the device going.
-            start.record()
-            self._flush.zero_()
-            end.record()
-            end.synchronize()
-            self._write_s = max(start.elapsed_time(end) * 1e-3, 1e-6)
+            self._write_s = max(self.timed(self._flush.zero_)[0] * 1e-6, 1e-6)
         needed = max(1, math.ceil(COVER * launch_s / self._write_s))
         self._writes, self.launch_bound = min(MAX_WRITES, needed), needed > MAX_WRITES
 

@@ -72,9 +72,7 @@ class DeviceFingerprint:
         try:
             return cls(**value)
         except TypeError as error:
-            raise RoutePackError(
-                f"Device fingerprint {value!r} is damaged: {error}. Run `routepack profile` again."
-            ) from None
+            raise RoutePackError(f"Device fingerprint {value!r} is damaged: {error}. Profile again.") from None
 
 
 @dataclass(frozen=True, slots=True)

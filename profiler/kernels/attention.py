@@ -3,8 +3,8 @@
 Shape suffixes: T packed tokens, H heads, G key-value heads, D head dimension, S tokens of one sequence, N blocks of a
 windowed sequence, W window.
 
-Where values are narrower than queries (multi-head latent shapes, 192 and 128) they are padded to the queries' width
-and the result is cut, inside the timed run: the flash kernels of both devices want one width, and trainers do the same.
+Values narrower than queries (multi-head latent shapes) are padded to their width and the result is cut, inside the
+timed run: the flash kernels of both devices want one width, and trainers do the same.
 """
 
 from __future__ import annotations

@@ -21,9 +21,6 @@ from profiler.cases.case import Case
 from profiler.device.backend import Run, TorchBackend
 from profiler.params import FLOAT8
 
-FLOAT8_LARGEST = 448.0
-"""Largest number of that type."""
-
 
 def dense_work(case: Case, backend: TorchBackend) -> Run:
     """Return the run of one GEMM, ``tokens x k @ k x n``."""
@@ -101,5 +98,5 @@ class _Float8(torch.autograd.Function):
 
 
 def _cast(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = tensor.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12) / FLOAT8_LARGEST
+    scale = tensor.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (tensor / scale).to(torch.float8_e4m3fn), scale[..., 0]

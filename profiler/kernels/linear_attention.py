@@ -15,7 +15,6 @@ heads, C tokens of a chunk, K key dimension, V value dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +23,7 @@ from torch.nn.functional import normalize, softplus
 from profiler.cases.case import Case, filled
 from profiler.cases.operations import CHUNK_TOKENS
 from profiler.device.backend import Run, TorchBackend
-
-Core = Callable[..., torch.Tensor]
-"""From queries and keys (normalised, one per value head), values, log decays and write strengths to outputs."""
+from profiler.kernels.attention import Core
 
 
 def linear_attention_work(case: Case, backend: TorchBackend, core: Core | None = None) -> Run:
@@ -37,6 +34,7 @@ def linear_attention_work(case: Case, backend: TorchBackend, core: Core | None =
     value_THV = backend.tensor(f["tokens"], f["num_heads"], f["v_head_dim"])
     decay_TH, write_TH = (backend.tensor(f["tokens"], f["num_heads"]) for _ in range(2))
     shared = f["num_heads"] // f["num_kv_heads"]
+    # From queries and keys (normalised, one per value head), values, log decays and write strengths to outputs.
     core = core or chunked_core(filled(case.parts), backend)
 
     def run() -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""What runs for a case: another library's kernel where it can be imported and can run the case, else torch's own.
+"""What runs for a case: a library's kernel on CUDA, where it can be imported and can run the case, else torch's own.
 
-Libraries run on CUDA in 16-bit types: flash-attn 2, flash-linear-attention, Transformer Engine. What ran is in the
-``kernel`` column of every row.
+What ran is in the ``kernel`` column of every row.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ class Work(NamedTuple):
     inputs: tuple[Any, ...]
     """Tensors that its backward run differentiates by."""
     library: str = "torch"
-    """Whose kernels run."""
-    keeps_graph: bool = True
-    """Whether one forward run's graph bears several backward runs. Libraries free or overwrite what they saved: a
-    second backward over the same graph computes less, or something else, without a word."""
+    """Whose kernels run. Libraries free or overwrite what they saved: a second backward over the same graph computes
+    less, or something else, without a word; torch's graphs bear several."""
 
 
 class Library(NamedTuple):
@@ -97,16 +94,15 @@ LIBRARIES = {
 
 
 def make_work(case: Case, backend: TorchBackend) -> Work:
-    """Return what runs for a case.
+    """Return what runs for a case; NotImplementedError if that is a Python loop, on CUDA.
 
-    A library's kernel runs it once, there and back, before it is trusted: what it raises is a warning, and torch's own
-    is taken. NotImplementedError if that is a Python loop, on CUDA.
+    A library's kernel runs it once, there and back, before it is trusted: what it raises is a warning.
     """
     library, on_gpu = LIBRARIES.get(case.op), backend.kind == "cuda"
     is_16_bit = (case.dtype or backend.dtype_name) in ("bfloat16", "float16")
     if library and on_gpu and is_16_bit and library.fits(case.features):
         try:
-            work = Work(*library.build(case, backend), library.name, keeps_graph=False)
+            work = Work(*library.build(case, backend), library.name)
             output = work.run()
             torch.autograd.grad(output, work.inputs, torch.ones_like(output))
             return work
@@ -116,9 +112,7 @@ def make_work(case: Case, backend: TorchBackend) -> Work:
             raise
         except Exception as error:  # any: libraries raise their own kinds, and torch's own follows
             why = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"{library.name} cannot run {case.op} here ({why}); torch's own kernel is timed instead.", stacklevel=2
-            )
+            warnings.warn(f"{library.name} cannot run {case.op} here ({why}): torch's own is timed.", stacklevel=2)
     if library and case.op == "linear_attention" and on_gpu and not backend.times_loops:
         raise NotImplementedError(
             f"{case.op} on cuda needs {library.name}: torch's own is a Python loop, whose launches would be timed "

@@ -1,11 +1,9 @@
 """Rows per expert behind the published MoE timings, which state only tokens and the name of a distribution.
 
-The tables time EP rank 0 of a layer that sees all T tokens. ``balanced`` is deterministic and enumerated here.
+The tables time EP rank 0 of a layer that sees all tokens. ``balanced`` is deterministic and enumerated here.
 ``power_law_a`` was drawn at random and the draws were not kept: expected counts come from drawing the same recipe many
 times (the public collector of aiconfigurator: truncated power law per expert, scaled to ``T * top_k``, the hottest
-group of experts swapped to rank 0).
-
-Shape suffixes: M draws, E experts, P EP ranks.
+group of experts swapped to rank 0). Shape suffixes: M draws, E experts, P EP ranks.
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ KEY_SEED = 20260812
 def rank_zero_rows(tokens: int, experts: int, top_k: int, ep_size: int, distribution: str) -> tuple[int, ...]:
     """Return the row features (``EXPERT_ROWS``) of EP rank 0 for one line of a table."""
     counts = _global_counts(tokens, experts, top_k, distribution)
-    return local_features(
-        counts[: experts // ep_size] if counts.ndim == 1 else hottest_rank_counts(counts, ep_size, tokens)
-    )
+    drawn = counts.ndim == 2
+    return local_features(hottest_rank_counts(counts, ep_size, tokens) if drawn else counts[: experts // ep_size])
 
 
 @cache
@@ -50,19 +47,16 @@ def balanced_counts(num_tokens: int, num_experts: int, top_k: int) -> np.ndarray
     stride = -(-num_experts // top_k)
     tokens = np.arange(num_tokens, dtype=np.float64)
     first = tokens if num_tokens >= stride else tokens * stride / num_tokens
-    starts = np.bincount(first.astype(np.int64) % num_experts, minlength=num_experts)
-    # Every j shifts the same starts by a whole number of experts.
-    return sum((np.roll(starts, j * stride % num_experts) for j in range(top_k)), np.zeros(num_experts, dtype=np.int64))
+    chosen = first.astype(np.int64)[:, None] + stride * np.arange(top_k)
+    return np.bincount(chosen.ravel() % num_experts, minlength=num_experts)
 
 
-def power_law_counts(
-    num_tokens: int, num_experts: int, top_k: int, alpha: float, rng: np.random.Generator
-) -> np.ndarray:
-    """Return [M, E] int64 rows per expert, each row summing to ``num_tokens * top_k``, before the rank swap."""
-    target = num_tokens * top_k
-    low, high = (1.0, num_tokens * 0.8) if target > num_experts else (0.01, 2.0)
+def power_law_counts(tokens: int, experts: int, top_k: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
+    """Return [M, E] int64 rows per expert, each row summing to ``tokens * top_k``, before the rank swap."""
+    target = tokens * top_k
+    low, high = (1.0, tokens * 0.8) if target > experts else (0.01, 2.0)
     power = 1.0 - alpha
-    uniform = rng.random((DRAWS, num_experts))
+    uniform = rng.random((DRAWS, experts))
     weight = ((high**power - low**power) * uniform + low**power) ** (1.0 / power)
     counts = np.rint(weight / weight.sum(axis=1, keepdims=True) * target).astype(np.int64)
     return _match_sum(counts, target)

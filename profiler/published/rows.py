@@ -41,7 +41,6 @@ from profiler.published.routing_counts import rank_zero_rows
 LAYOUT = "<framework>/<version>/<op>_perf.txt or <framework>-<version>/<op>_perf.parquet, with system.yaml"
 CELL = ("batch_size", "isl", "num_heads", "kv_cache_dtype")
 EXPERTS = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size", "distribution")
-RENAMED = {"wideep_deepep_normal_perf": "deepep_normal_perf"}
 TEXT = {"device", "kernel_source", "op_name", "distribution"}
 SIXTEEN_BIT = ("float16", "bfloat16", "half")
 UNITS_BY_NAME = {"A100": 108, "H100": 132, "H200": 132}
@@ -90,8 +89,8 @@ def import_published(folder: Path | str, exchange: str = "nccl") -> Measurements
 def _rows(raw: pd.DataFrame, dtype: Any, **columns: Any) -> pd.DataFrame:
     """Return what every table tells of its rows, and their other columns and features."""
     same = {"kernel": raw["kernel_source"], "dtype": dtype, "flag": "", "pattern": ""}
-    time_us = {} if "time_us" in columns else {"time_us": raw["latency"] * 1e3}
-    return pd.DataFrame({**time_us, **same, **columns}, index=raw.index).replace({"dtype": {"half": "float16"}})
+    same["time_us"] = raw.get("latency", 0) * 1e3
+    return pd.DataFrame({**same, **columns}, index=raw.index).replace({"dtype": {"half": "float16"}})
 
 
 def _attention(raw: pd.DataFrame) -> pd.DataFrame:
@@ -225,10 +224,7 @@ TABLES = {
 
 
 def _find_tables(folder: Path, exchange: str) -> tuple[list[str], dict[str, Path]]:
-    """Return the framework versions with expert timings, that to read first, and its tables (``moe_perf`` ...) by name.
-
-    trtllm comes before others and the newest first; the exchange's table is the newest of any framework.
-    """
+    """Return the framework versions with expert timings, the one to read first, and its tables (``moe_perf`` ...)."""
     if not folder.is_dir():
         raise RoutePackError(f"Published timings not found: {folder} is not a folder.")
     sets = _table_sets(folder)
@@ -253,11 +249,12 @@ def _table_sets(folder: Path) -> dict[str, dict[str, Path]]:
     for pattern in ("*/*/*_perf.txt", "*/*_perf.txt", "*/*_perf.parquet", "*/*/*_perf.parquet"):
         for path in sorted(folder.glob(pattern)):
             name = "-".join(path.relative_to(folder).parts[:-1])
-            sets.setdefault(name, {})[RENAMED.get(path.stem, path.stem)] = path
+            sets.setdefault(name, {})[path.stem.removeprefix("wideep_")] = path
     return sets
 
 
 def _newest_first(names: Iterable[str]) -> list[str]:
+
     def preference(name: str) -> tuple[bool, list[tuple[int, str]]]:
         # Digits compare as numbers, so that 1.10 is newer than 1.9; a release is newer than its candidate.
         parts = re.findall(r"\d+|[a-z]+", name.lower())
@@ -273,20 +270,16 @@ def _read_table(path: Path) -> pd.DataFrame:
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise RoutePackError(f"Published table {path} cannot be read ({reason}). Fetch it again.") from None
-    _, _, keys, latencies = TABLES[RENAMED.get(path.stem, path.stem)]
+    _, _, keys, latencies = TABLES[path.stem.removeprefix("wideep_")]
     missing = [n for n in (*latencies, *keys, "device", "kernel_source") if n not in table.column_names]
     if missing:
-        raise RoutePackError(
-            f"Published table {path} lacks the columns {', '.join(missing)}: not a table of this layout."
-        )
+        raise RoutePackError(f"Published table {path} lacks the columns {', '.join(missing)}: not of this layout.")
     frame = table.to_pandas()
     text = [name for name in frame if name in TEXT or name.endswith("_dtype")]
     frame[text] = frame[text].astype(str)
     for name in keys:
         if name not in text and frame[name].dtype.kind != "i":
-            raise RoutePackError(
-                f"Published table {path}: column {name} must hold whole numbers, got {frame[name].dtype}."
-            )
+            raise RoutePackError(f"Published table {path}: {name} must hold whole numbers, got {frame[name].dtype}.")
     for name in latencies:
         times, unit = frame[name], "microseconds" if name.endswith("_us") else "milliseconds"
         if times.dtype.kind not in "if" or not ((times > 0) | (times == 0) & ("notify" in name)).all():

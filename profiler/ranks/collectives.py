@@ -3,9 +3,8 @@
 One round: wait for one another, displace the caches, run, then share when each rank began and how long it took. Rounds
 that ranks began too far apart are dropped, and repeated a few times.
 
-Invariants: all ranks run one sequence of cases and rounds, for every choice is made from numbers that all of them have;
-buffers are made, and that is agreed, before anyone enters an exchange; a rank that fails inside one tells the others
-before any enters the next. Those wait inside the broken exchange, for ``EXCHANGE_PATIENCE`` at most.
+Invariants: every choice is made from numbers that all ranks have; buffers are made, and that is agreed, before anyone
+enters an exchange; a rank that fails inside one tells the others, which wait ``EXCHANGE_PATIENCE`` at most.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from profiler.ranks.ranks import Ranks, first_line
 from profiler.timer import MAX_LOOKS, STEADY, both_looks, message_of, times_of
 
 WHAT = "profile exchanges"
-"""Name under which progress is reported."""
 DTYPE = "uint8"
 """A wire carries bytes."""
 SKEW_US = {"cpu": 2000.0, "cuda": 200.0}

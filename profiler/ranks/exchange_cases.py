@@ -1,9 +1,7 @@
 """Which exchanges are timed: all-to-alls with uneven splits, and the move of one expert between two ranks.
 
-Legend: G ranks of a group, B bytes. ``bytes_GG[s, r]`` is what rank ``s`` of a group sends to rank ``r``.
-
-Invariants: sizes are what the busiest rank sends or receives, even in log from a KiB to the fullest microbatch; what
-both ways share is timed both ways: the backward pass sends the transposed matrix.
+Sizes are what the busiest rank sends or receives, even in log from a KiB to the fullest microbatch. ``bytes_GG[s, r]``
+is what rank ``s`` of a group of G sends to rank ``r``; the backward pass sends the transposed matrix.
 """
 
 from __future__ import annotations

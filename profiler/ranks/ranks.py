@@ -1,10 +1,7 @@
 """The processes of one profile: a group of one, or the ranks that torchrun started.
 
-Values travel between ranks as JSON bytes in tensors over gloo, so that control never waits behind device work.
-
-Invariants: every method is called by all ranks in one order; an error inside :meth:`Ranks.together`
-stops all of them with a line that names the rank, and a rank that dies stops the others too; leaving the context
-leaves nothing running.
+Values travel between ranks as JSON bytes in tensors over gloo, so that control never waits behind device work. Every
+method is called by all ranks in one order; a rank that fails inside :meth:`Ranks.together`, or dies, stops the others.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ PATIENCE = timedelta(hours=6)
 """Ranks wait this long for one that times alone; a rank that dies is noticed at once."""
 EXCHANGE_PATIENCE = timedelta(minutes=3)
 """Longest wait inside an exchange, for one that another rank did not enter: its process group's timeout."""
-JOIN_PATIENCE = timedelta(minutes=10)
 PING_PONGS = 8
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -70,9 +66,14 @@ class Ranks:
             # A launcher that shows every rank its own GPU alone shows it as number 0.
             torch.cuda.set_device(self.local_rank if visible > 1 else 0)
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=JOIN_PATIENCE)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
-            self._check_nodes()
+            for rank, (per_node, local) in enumerate(self.gather([self.per_node, self.local_rank])):
+                if per_node != self.per_node or local != rank % per_node or self.size % per_node:
+                    raise RoutePackError(
+                        f"Rank {rank} of {self.size} is number {local} of {per_node} on its node: nodes must run as "
+                        "many each, numbered node by node. Start torchrun with the same --nproc-per-node on every node."
+                    )
         except BaseException as error:
             self._leave()
             if not isinstance(error, RuntimeError | ValueError):
@@ -94,14 +95,6 @@ class Ranks:
         if self.size > 1 and dist.is_initialized():
             self._control, self._groups = None, {}
             dist.destroy_process_group()
-
-    def _check_nodes(self) -> None:
-        for rank, (per_node, local) in enumerate(self.gather([self.per_node, self.local_rank])):
-            if per_node != self.per_node or local != rank % per_node or self.size % per_node:
-                raise RoutePackError(
-                    f"Rank {rank} of {self.size} is number {local} of {per_node} on its node: all nodes must run as "
-                    "many, numbered node by node. Start torchrun with the same --nproc-per-node on every node."
-                )
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

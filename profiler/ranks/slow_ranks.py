@@ -1,7 +1,4 @@
-"""Are all ranks alike? The same few cases on every rank: identical cards differ by several percent, a bad one by more.
-
-Their times stay out of the measurements, where one device's cases count once.
-"""
+"""Are all ranks alike? The same few cases on every rank: identical cards differ by several percent."""
 
 from __future__ import annotations
 
@@ -79,15 +76,11 @@ def check_alike(ranks: Ranks, fingerprint: DeviceFingerprint, question: str) -> 
         match = compare_fingerprints(wanted, DeviceFingerprint.from_dict(one["fingerprint"]))
         other = f"rank 0 (host {first['host']}): {'; '.join(match.reasons)}."
         if match.level == "different":
-            raise RoutePackError(
-                f"{who} has another device than {other} Profile every kind of node into a folder of its own."
-            )
+            raise RoutePackError(f"{who} has another device than {other} Profile each kind of node by itself.")
         if match.level == "near" and ranks.rank == 0:
             warnings.warn(f"{who} differs from {other}", stacklevel=3)
         if one.pop("question") != question:
-            raise RoutePackError(
-                f"{who} was started with another configuration than rank {ranks.rank}. Start all alike."
-            )
+            raise RoutePackError(f"{who} has another configuration than rank {ranks.rank}. Start all alike.")
         if "uuid" in one and cards.setdefault((one["host"], one["uuid"]), one["rank"]) != one["rank"]:
             raise RoutePackError(
                 f"{who} runs on the GPU of rank {cards[one['host'], one['uuid']]}. Give every rank one of its own."

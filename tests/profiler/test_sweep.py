@@ -137,7 +137,7 @@ def test_a_damaged_journal_and_foreign_measurements_are_clear_errors(copy):
     with pytest.raises(RoutePackError, match=r"damaged in line \d+"):
         profile(copy)
     (copy / JOURNAL_NAME).unlink()
-    with pytest.raises(RoutePackError, match="did not write"):
+    with pytest.raises(RoutePackError, match="of other origin"):
         profile(copy)
 
 

@@ -194,7 +194,7 @@ def test_the_cover_knows_where_it_ends(backend, monkeypatch):
 def test_a_device_that_cannot_run_the_first_look_says_so_in_one_line(backend, monkeypatch):
     monkeypatch.setitem(WORKS, "attention", raising(RuntimeError("FlashAttention only supports fp16 and bf16\nmore")))
     with pytest.raises(RoutePackError, match=r"cannot run attention in float32 \(RuntimeError: FlashAttention.*dtype"):
-        measure_rates(backend, PARAMS)
+        measure_rates(backend)
 
 
 def test_gpus_pool_what_cpus_choose():

@@ -199,7 +199,7 @@ def test_a_library_that_clears_what_it_saved_is_run_forward_before_every_backwar
     # graph left out the weights' gradients and was timed at about half, status "ok".
     installed("experts", "spoiler", spoiling_work)
     work = make_work(EXPERTS, cuda_like)
-    assert (work.library, work.keeps_graph) == ("spoiler", False)
+    assert work.library == "spoiler"
     assert all(weight.any() for _, weight in gradients(work, 3))
     kept = Work(*spoiling_work(EXPERTS, cuda_like))
     assert [bool(weight.any()) for _, weight in gradients(kept, 2)] == [True, False]  # what happened

@@ -243,17 +243,27 @@ def experts_flags(folder, lines):
 
 def test_a_spike_below_a_larger_size_of_its_curve_is_flagged(folder):
     slow, even, drawn = "slower than more tokens", "balanced", "power_law_1.2"
-    lines = [(3, 1, 1, even, 3.0), (1, 1, 1, even, 1.0), (2, 1, 1, even, 9.0), (4, 1, 1, even, 4.0),
-             (1, 1, 1, drawn, 3.0),
-             (2, 1, 1, drawn, 4.0), (8, 1, 1, even, 3.3), (3, 1, 1, drawn, 2.0)]  # fmt: skip
+    lines = [
+        (3, 1, 1, even, 3.0),
+        (1, 1, 1, even, 1.0),
+        (2, 1, 1, even, 9.0),
+        (4, 1, 1, even, 4.0),
+        (1, 1, 1, drawn, 3.0),
+        (2, 1, 1, drawn, 4.0),
+        (8, 1, 1, even, 3.3),
+        (3, 1, 1, drawn, 2.0),
+    ]
     assert experts_flags(folder, lines) == ["", "", slow, "", "", slow, "", ""]
 
 
 def test_curves_slower_than_on_fewer_ranks_are_flagged_even_when_their_neighbour_is_slow_too(folder):
     times = {1: (4, 8, 16), 2: (2, 4, 8), 4: (6, 7, 20), 8: (6, 7, 20)}
     for what, ranks in (("expert", lambda n: (1, n)), ("tensor", lambda n: (n, 1))):
-        lines = [(tokens, *ranks(n), "balanced", time) for n in times
-                 for tokens, time in zip((1, 1024, 4096), times[n], strict=True)]  # fmt: skip
+        lines = [
+            (tokens, *ranks(n), "balanced", time)
+            for n in times
+            for tokens, time in zip((1, 1024, 4096), times[n], strict=True)
+        ]
         slow = f"slower than fewer {what}-parallel ranks"
         assert experts_flags(folder, lines) == [""] * 6 + [slow] * 6
 
