@@ -22,7 +22,7 @@ from costmodels.cost_model import CostModel
 from costmodels.features import Columns, Operation, take
 from costmodels.fit import fit_operation
 from costmodels.learned.smooth import squares
-from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
+from costmodels.operations import DIRECTIONS, OPERATIONS
 from costmodels.params import FitParams
 from profiler import ProfileParams
 from profiler.cases.case import Case

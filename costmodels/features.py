@@ -1,6 +1,6 @@
 """What the cost of an operation depends on: raw features, their units, what is learned from them, and what was timed.
 
-An operation is one entry of :data:`costmodels.operations.catalog.OPERATIONS`. Everything else (fitting, validation,
+An operation is one entry of :data:`costmodels.operations.OPERATIONS`. Everything else (fitting, validation,
 files, tables) works from that entry, so a new operation is one new declaration.
 
 Invariant: features are found by name, never by position; a missing, extra, non-finite or non-positive one is an error.
@@ -45,8 +45,6 @@ class Operation:
     name: str
     features: Mapping[str, str]
     """Raw features in their order, with their units."""
-    shape: tuple[str, ...]
-    """Raw features that make a shape; the others are sizes. Rows of a shape that was never timed are extrapolated."""
     family: tuple[str, ...]
     """Raw features of the model behind a shape, whatever its parallel sizes: validation holds them out whole."""
     size: tuple[str, ...]
@@ -58,6 +56,8 @@ class Operation:
     """Inputs of the trees from raw features, all dimensionless or in the units the entry's file states."""
     dimensionless: tuple[str, ...]
     """Those derived inputs that keep their meaning in a shape that was never timed."""
+    shape: tuple[str, ...] = ()
+    """Raw features that make a shape; the others are sizes. Rows of a shape that was never timed are extrapolated."""
     floor: Callable[[Columns, Parameters], np.ndarray] = constant_floor
     """Microseconds of the operation with nothing to do: what launching it costs."""
     zero_allowed: frozenset[str] = frozenset()
@@ -130,7 +130,7 @@ def shape_ranges(operation: Operation, columns: Columns) -> Ranges:
     }
 
 
-def joined(here: Ranges, there: Ranges) -> Ranges:
+def union(here: Ranges, there: Ranges) -> Ranges:
     """Return what lies in the ranges of one or of the other."""
     found = {shape: dict(ranges) for shape, ranges in there.items()}
     for shape, ranges in here.items():

@@ -15,8 +15,9 @@ import numpy as np
 from costmodels.features import Columns
 from costmodels.params import FitParams
 
-ABSOLUTE = {"objective": "l1"}
-HUBER = {"objective": "huber", "alpha": 0.2}
+Loss = dict[str, Any]
+ABSOLUTE: Loss = {"objective": "l1"}
+HUBER: Loss = {"objective": "huber", "alpha": 0.2}
 LINEAR_TREES = 80
 LEAST_LINEAR_ROWS = 300
 """Below this, leaves are too small for a slope of their own."""
@@ -52,9 +53,13 @@ class Trees:
 
 
 def grow_trees(
-    derived: Columns, names: tuple[str, ...], target: np.ndarray, params: FitParams, *,
-    loss: dict[str, Any] = ABSOLUTE, linear: bool = False,
-) -> Trees:  # fmt: skip
+    derived: Columns,
+    names: tuple[str, ...],
+    target: np.ndarray,
+    params: FitParams,
+    loss: Loss = ABSOLUTE,
+    linear: bool = False,
+) -> Trees:
     """Fit ``target`` (a log) by constant leaves; with many rows, by ``linear`` leaves beside them if asked for."""
     matrix = np.stack([derived[name] for name in names], axis=1)
     # What is used is what a file holds: predictions before saving equal those after loading to the bit.
@@ -67,7 +72,7 @@ def grow_trees(
 
 
 def _grow(
-    matrix: np.ndarray, names: tuple[str, ...], target: np.ndarray, params: FitParams, loss: dict[str, Any], trees: int
+    matrix: np.ndarray, names: tuple[str, ...], target: np.ndarray, params: FitParams, loss: Loss, trees: int
 ) -> str:
     import lightgbm
 

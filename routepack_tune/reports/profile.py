@@ -95,7 +95,7 @@ def operation_rows(measurements: Measurements) -> Iterator[OperationRows]:
 def _rows_of(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> OperationRows:
     import pandas as pd  # type: ignore[import-untyped]
 
-    from costmodels.operations.catalog import OPERATIONS
+    from costmodels.operations import OPERATIONS
 
     time_us, flagged = rows["time_us"], rows["flag"] != ""
     sizes = ("tokens",) if "tokens" in TIMED[op].features else OPERATIONS[op].size
@@ -122,7 +122,7 @@ def _rows_of(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> Operati
 
 def _physics(op: str, rows: Mapping[str, np.ndarray]) -> np.ndarray:
     from costmodels.learned.baseline import fit_baseline
-    from costmodels.operations.catalog import OPERATIONS
+    from costmodels.operations import OPERATIONS
     from costmodels.params import FitParams
 
     operation, time_us = OPERATIONS[op], rows["time_us"]
