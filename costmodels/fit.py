@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from costmodels.cost_model import CostModel
-from costmodels.features import Columns, Operation, shape_ranges, size_of, take
+from costmodels.features import Columns, Names, Operation, shape_ranges, size_of, take
 from costmodels.freezing.freeze import freeze_tables, table_errors
 from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.predictor import PRIOR_RESIDUAL, OperationModel, Prior, blend
@@ -65,8 +65,6 @@ LEAST_BLEND_ROWS = 100
 """Below this only all or nothing is tried: the held-out error of so few rows cannot tell more."""
 
 Priors = Sequence[CostModel]
-Parts = tuple[str, ...]
-"""Members of the discrepancy."""
 
 
 def fit_cost_model(
@@ -216,7 +214,7 @@ class _Route:
         """What the prior learned beyond its formula, on every row."""
         return self.source.log_residual(self.columns)
 
-    def fit(self, kept: np.ndarray | slice, candidates: Sequence[Parts], params: FitParams) -> list[Prior]:
+    def fit(self, kept: np.ndarray | slice, candidates: Sequence[Names], params: FitParams) -> list[Prior]:
         """Refit the baseline to the kept rows, pulled to the prior's parameters, and every candidate's discrepancy."""
         operation, columns, residual = self.source.operation, take(self.columns, kept), self.residual[kept]
         centre = {n: replace(operation.parameters[n], default=value) for n, value in self.source.parameters.items()}
@@ -231,7 +229,7 @@ class _Route:
             for parts in candidates
         ]
 
-    def held_out(self, fold: np.ndarray, candidates: Sequence[Parts], params: FitParams) -> list[np.ndarray]:
+    def held_out(self, fold: np.ndarray, candidates: Sequence[Names], params: FitParams) -> list[np.ndarray]:
         """Return, for each candidate, microseconds of every row from the other folds."""
         found = [np.empty_like(self.time_us) for _ in candidates]
         for k in np.unique(fold):

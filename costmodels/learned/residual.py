@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodels.features import Columns, Operation
+from costmodels.features import Columns, Names, Operation
 from costmodels.learned.curves import Curves, fit_curves
 from costmodels.learned.smooth import Kernel, fit_kernel
 from costmodels.learned.trees import ABSOLUTE, HUBER, Trees, grow_trees
 from costmodels.params import FitParams
 
-Mix = tuple[str, ...]
+Mix = Names
 """Names of members whose logs are averaged; none for physics alone."""
 TREES, SMOOTH, PAIR = ("trees",), ("smooth",), ("trees", "smooth")
 MIXES: tuple[Mix, ...] = (TREES, PAIR, ("trees", "curve"), ("trees", "smooth", "curve"), SMOOTH, ("smooth", "curve"))
