@@ -12,7 +12,6 @@ points chosen by the physics' sensitivity did better than k-means.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from costmodels.cost_model import CostModel
 from costmodels.features import Columns, Operation, take
 from costmodels.fit import fit_operation
 from costmodels.learned.smooth import squares
-from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
+from costmodels.operations import DIRECTIONS, OPERATIONS
 from costmodels.params import FitParams
 from profiler import ProfileParams
 from profiler.cases.case import Case, doubtful_cases
@@ -58,7 +57,7 @@ class KMeansChooser:
             whole = list(batches(OPERATIONS.get(key[0]), cases, caps[key], params.seed))
             missing = [[case for case in batch if id(case) not in done] for batch in whole]
             last = max((i for i, batch in enumerate(whole) if len(missing[i]) < len(batch)), default=0)
-            begun += itertools.chain(*missing[: last + 1])
+            begun += [case for batch in missing[: last + 1] for case in batch]
             following.append((key[0], next(filter(None, missing), [])))
         errors: dict[str, float] = {} if begun else self.errors_pct(list(rows))
         above = {op for op, _ in following if not errors.get(op, np.inf) <= params.target_error}

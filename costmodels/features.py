@@ -1,6 +1,6 @@
 """What the cost of an operation depends on: raw features, their units, what is learned from them, and what was timed.
 
-An operation is one entry of :data:`costmodels.operations.catalog.OPERATIONS`. Everything else (fitting, validation,
+An operation is one entry of :data:`costmodels.operations.OPERATIONS`. Everything else (fitting, validation,
 files, tables) works from that entry, so a new operation is one new declaration.
 
 Invariant: features are found by name, never by position; a missing, extra, non-finite or non-positive one is an error.
@@ -17,6 +17,7 @@ from profiler import RoutePackError
 
 Columns = dict[str, np.ndarray]
 """Named float64 columns of equal length."""
+Names = tuple[str, ...]
 Parameters = Mapping[str, float]
 """Values of a baseline's parameters, by name."""
 Ranges = Mapping[tuple[int, ...], Mapping[str, tuple[float, float]]]
@@ -45,24 +46,24 @@ class Operation:
     name: str
     features: Mapping[str, str]
     """Raw features in their order, with their units."""
-    shape: tuple[str, ...]
-    """Raw features that make a shape; the others are sizes. Rows of a shape that was never timed are extrapolated."""
-    family: tuple[str, ...]
+    family: Names
     """Raw features of the model behind a shape, whatever its parallel sizes: validation holds them out whole."""
-    size: tuple[str, ...]
+    size: Names
     """Raw features by which sizes are held out in validation: the first of them that is not 0."""
     parameters: Mapping[str, Parameter]
     baseline: Callable[[Columns, Parameters], np.ndarray]
     """Microseconds from raw features and parameters; grows with every size."""
     derive: Callable[[Columns], Columns]
     """Inputs of the trees from raw features, all dimensionless or in the units the entry's file states."""
-    dimensionless: tuple[str, ...]
+    dimensionless: Names
     """Those derived inputs that keep their meaning in a shape that was never timed."""
+    shape: Names = ()
+    """Raw features that make a shape; the others are sizes. Rows of a shape that was never timed are extrapolated."""
     floor: Callable[[Columns, Parameters], np.ndarray] = constant_floor
     """Microseconds of the operation with nothing to do: what launching it costs."""
     zero_allowed: frozenset[str] = frozenset()
     """Raw features that may be 0 (no window, no routing inside the timed region)."""
-    curve: tuple[str, ...] = ()
+    curve: Names = ()
     """Raw features that, beside the shape, are equal along a measured curve."""
     settings: Callable[[Columns], tuple[np.ndarray, ...]] = lambda columns: ()
     """Logs of what changes slowly along a measured curve; a row with NaN lies on none."""
@@ -130,7 +131,7 @@ def shape_ranges(operation: Operation, columns: Columns) -> Ranges:
     }
 
 
-def joined(here: Ranges, there: Ranges) -> Ranges:
+def union(here: Ranges, there: Ranges) -> Ranges:
     """Return what lies in the ranges of one or of the other."""
     found = {shape: dict(ranges) for shape, ranges in there.items()}
     for shape, ranges in here.items():

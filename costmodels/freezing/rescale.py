@@ -183,8 +183,7 @@ def _spread(groups: list[tuple[int, ...]], values_G: np.ndarray, other: float) -
 
 
 def _check_outcome(factors_C: np.ndarray, before_S: np.ndarray, after_S: np.ndarray) -> None:
-    wrong = [(n, f) for n, f in zip(COMPONENTS, factors_C, strict=True) if not LEAST_FACTOR <= f <= MOST_FACTOR]
-    if wrong:
+    if wrong := [(n, f) for n, f in zip(COMPONENTS, factors_C, strict=True) if not LEAST_FACTOR <= f <= MOST_FACTOR]:
         raise RoutePackError(
             f"The factor on {wrong[0][0]} would be {wrong[0][1]:.3g}, outside {LEAST_FACTOR:g} to {MOST_FACTOR:g}: "
             "that is no error of scale. Check the unit of the measured times (seconds), or profile this device again."

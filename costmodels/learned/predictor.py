@@ -20,16 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import (
-    Columns,
-    Operation,
-    Ranges,
-    checked_columns,
-    excess_octaves,
-    joined,
-    known_families,
-    take,
-)
+from costmodels.features import Columns, Operation, Ranges, checked_columns, excess_octaves, known_families, take, union
 from costmodels.learned.residual import Mix, Residual, known_log_ratio, mean_of
 from costmodels.learned.validation import Intervals
 
@@ -105,11 +96,7 @@ class OperationModel:
     @cached_property
     def timed(self) -> Ranges:
         """Shapes timed here or on the prior's GPU, each with the range of every size feature."""
-        return self.shapes if self.prior is None else joined(self.shapes, self.prior.source.timed)
-
-    def knows(self, features: Mapping[str, Any]) -> Mapping[str, tuple[float, float]] | None:
-        """Return the timed range of every size feature of a shape, None if the shape was never timed."""
-        return self.timed.get(tuple(int(features[name]) for name in self.operation.shape))
+        return self.shapes if self.prior is None else union(self.shapes, self.prior.source.timed)
 
     def predict_us(self, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return microseconds and, per row, whether it lies outside what was timed."""

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodels.features import Columns, Operation
+from costmodels.features import Columns, Names, Operation
 from costmodels.learned.curves import Curves, fit_curves
 from costmodels.learned.smooth import Kernel, fit_kernel
 from costmodels.learned.trees import ABSOLUTE, HUBER, Trees, grow_trees
 from costmodels.params import FitParams
 
-Mix = tuple[str, ...]
+Mix = Names
 """Names of members whose logs are averaged; none for physics alone."""
 TREES, SMOOTH, PAIR = ("trees",), ("smooth",), ("trees", "smooth")
 MIXES: tuple[Mix, ...] = (TREES, PAIR, ("trees", "curve"), ("trees", "smooth", "curve"), SMOOTH, ("smooth", "curve"))
@@ -54,13 +54,9 @@ class Residual:
 
     def members(self, operation: Operation, columns: Columns, derived: Columns) -> dict[str, np.ndarray]:
         """Return the log residual of each member that was fitted; NaN for rows on no curve."""
-        found = {}
-        if self.scale is not None:
-            found["scale"] = np.full(columns[operation.size[0]].size, self.scale)
-        if self.smooth is not None:
-            found["smooth"] = self.smooth.log_ratio(derived)
-        if self.trees is not None:
-            found["trees"] = self.trees.log_ratio(derived)
+        found = {} if self.scale is None else {"scale": np.full(columns[operation.size[0]].size, self.scale)}
+        learned = {"smooth": self.smooth, "trees": self.trees}
+        found |= {name: member.log_ratio(derived) for name, member in learned.items() if member is not None}
         if self.curve is not None:
             found["curve"] = self.curve.log_ratio(operation, columns)
         return found
@@ -81,17 +77,15 @@ def fit_residual(
 
 def fit_discrepancy(wanted: Collection[str], inputs: Columns, target: np.ndarray, params: FitParams) -> Residual:
     """Fit some of ``scale``, ``smooth`` and ``trees`` to ``target``, what a prior leaves of the log of time."""
-    names, many = tuple(inputs), target.size >= params.small_rows
-    if many:
+    names, loss = tuple(inputs), ABSOLUTE
+    if target.size >= params.small_rows:
         # Fewer, smaller, slower trees: what is left after the prior is mostly noise.
-        leaves, rate = min(15, params.num_leaves), params.learning_rate / 2
-        params = replace(params, num_trees=max(1, params.num_trees // 2), num_leaves=leaves, learning_rate=rate)
+        loss, trees, leaves = HUBER, max(1, params.num_trees // 2), min(15, params.num_leaves)
+        params = replace(params, num_trees=trees, num_leaves=leaves, learning_rate=params.learning_rate / 2)
     return Residual(
         scale=float(np.median(target)) if "scale" in wanted else None,
         smooth=fit_kernel(inputs, names, target, params) if "smooth" in wanted else None,
-        trees=grow_trees(inputs, names, target, params, loss=HUBER if many else ABSOLUTE)
-        if "trees" in wanted
-        else None,
+        trees=grow_trees(inputs, names, target, params, loss) if "trees" in wanted else None,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns
+from costmodels.features import Columns, Names
 from costmodels.params import FitParams
 
 MATERN_LENGTH = 4.0
@@ -39,7 +39,7 @@ CHUNK_ROWS = 4096
 class Kernel:
     """Hold a kernel expansion over named inputs."""
 
-    names: tuple[str, ...]
+    names: Names
     radial: bool
     """A Gaussian bell where True, Matern 3/2 where False."""
     length: float
@@ -90,7 +90,7 @@ def _bent(distance: np.ndarray) -> np.ndarray:
     return np.asarray((1.0 + distance) * np.exp(-distance))
 
 
-def fit_kernel(derived: Columns, names: tuple[str, ...], target: np.ndarray, params: FitParams) -> Kernel:
+def fit_kernel(derived: Columns, names: Names, target: np.ndarray, params: FitParams) -> Kernel:
     """Fit a smooth residual to ``target`` (a log ratio): a Gaussian process to few rows, kernel ridge to many."""
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns
+from costmodels.features import Columns, Names
 from costmodels.params import FitParams
 
-ABSOLUTE = {"objective": "l1"}
-HUBER = {"objective": "huber", "alpha": 0.2}
+Loss = dict[str, Any]
+ABSOLUTE: Loss = {"objective": "l1"}
+HUBER: Loss = {"objective": "huber", "alpha": 0.2}
 LINEAR_TREES = 80
 LEAST_LINEAR_ROWS = 300
 """Below this, leaves are too small for a slope of their own."""
@@ -28,7 +29,7 @@ UNUSED = ("leaf_weight=", "leaf_count=", "internal_value=", "internal_weight=", 
 class Trees:
     """Hold one or two LightGBM models as text, with the names of their inputs in order."""
 
-    names: tuple[str, ...]
+    names: Names
     text: str
     linear_text: str = ""
     """Model with linear leaves, averaged with the first; empty for none."""
@@ -52,9 +53,8 @@ class Trees:
 
 
 def grow_trees(
-    derived: Columns, names: tuple[str, ...], target: np.ndarray, params: FitParams, *,
-    loss: dict[str, Any] = ABSOLUTE, linear: bool = False,
-) -> Trees:  # fmt: skip
+    derived: Columns, names: Names, target: np.ndarray, params: FitParams, loss: Loss = ABSOLUTE, linear: bool = False
+) -> Trees:
     """Fit ``target`` (a log) by constant leaves; with many rows, by ``linear`` leaves beside them if asked for."""
     matrix = np.stack([derived[name] for name in names], axis=1)
     # What is used is what a file holds: predictions before saving equal those after loading to the bit.
@@ -66,9 +66,7 @@ def grow_trees(
     return Trees(names, text, linear_text, (float(target.min()), float(target.max())))
 
 
-def _grow(
-    matrix: np.ndarray, names: tuple[str, ...], target: np.ndarray, params: FitParams, loss: dict[str, Any], trees: int
-) -> str:
+def _grow(matrix: np.ndarray, names: Names, target: np.ndarray, params: FitParams, loss: Loss, trees: int) -> str:
     import lightgbm
 
     rows, small = target.size, target.size < params.small_rows

@@ -86,6 +86,10 @@ class HeldOut:
         return report
 
 
+Splits = dict[str, HeldOut | None]
+"""Held-out predictions by split; None where the rows make too few groups."""
+
+
 def log_error(predicted_us: np.ndarray, true_us: np.ndarray) -> np.ndarray:
     """Return the absolute error of every row's log."""
     return np.asarray(np.abs(np.log(predicted_us / true_us)))
@@ -94,12 +98,8 @@ def log_error(predicted_us: np.ndarray, true_us: np.ndarray) -> np.ndarray:
 def error_summary(predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return median, mean (MAPE), 95th percentile and worst of the absolute relative error, in percent."""
     error = 100.0 * np.abs(predicted / true - 1.0)
-    return {
-        "median_pct": round(float(np.median(error)), 3),
-        "mape_pct": round(float(error.mean()), 3),
-        "p95_pct": round(float(np.percentile(error, 95)), 3),
-        "worst_pct": round(float(error.max()), 3),
-    }
+    found = {"median": np.median(error), "mape": error.mean(), "p95": np.percentile(error, 95), "worst": error.max()}
+    return {f"{name}_pct": round(float(value), 3) for name, value in found.items()}
 
 
 def size_groups(operation: Operation, columns: Columns) -> np.ndarray:
@@ -123,17 +123,11 @@ def held_out_folds(
     operation: Operation, columns: Columns, split: str, folds: int, least_rows: int = MIN_TRAINING_ROWS
 ) -> np.ndarray | None:
     """Return the fold in which every row is predicted, -1 for rows that never are; None with too few groups."""
-    if split == LARGEST:
-        groups = size_groups(operation, columns)
-        distinct = np.unique(groups)
-        if distinct.size < LARGEST_GROUPS + SMALLER_GROUPS:
-            return None
-        fold = np.where(groups >= distinct[-LARGEST_GROUPS], 0, -1)
-    else:
-        group = family_groups if split == SHAPES else size_groups
-        fold = assign_folds(group(operation, columns), folds)
-        if np.unique(fold).size < 2:
-            return None
+    groups = family_groups(operation, columns) if split == SHAPES else size_groups(operation, columns)
+    distinct = np.unique(groups)
+    if distinct.size < (LARGEST_GROUPS + SMALLER_GROUPS if split == LARGEST else 2):
+        return None
+    fold = np.where(groups >= distinct[-LARGEST_GROUPS], 0, -1) if split == LARGEST else assign_folds(groups, folds)
     largest = max(int((fold == k).sum()) for k in range(int(fold.max()) + 1))
     return fold if fold.size - largest >= least_rows else None
 
@@ -183,7 +177,7 @@ def hold_out(
 
 def validate(
     operation: Operation, columns: Columns, time_us: np.ndarray, parameters: Parameters, params: FitParams
-) -> tuple[dict[str, HeldOut | None], dict[str, Mix], tuple[str, ...]]:
+) -> tuple[Splits, dict[str, Mix], tuple[str, ...]]:
     """Return every split of the operation, what answers in each regime by their choice, and why some have none."""
     splits = [split for split in REGIMES if split != SHAPES or operation.shape]
     found = {split: hold_out(operation, columns, time_us, parameters, split, params) for split in splits}
@@ -255,9 +249,7 @@ def coverage(size: np.ndarray, errors: np.ndarray, groups: np.ndarray) -> float 
     return float(np.mean(hits)) if hits else None
 
 
-def intervals_of(
-    operation: Operation, columns: Columns, found: Mapping[str, HeldOut | None]
-) -> tuple[Intervals | None, dict[str, Any]]:
+def intervals_of(operation: Operation, columns: Columns, found: Splits) -> tuple[Intervals | None, dict[str, Any]]:
     """Return calibrated half-widths and what share of held-out rows they cover, for the report."""
     if (sizes := found[SIZES]) is None:
         return None, {}

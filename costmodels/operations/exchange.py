@@ -51,7 +51,6 @@ ALLTOALL = Operation(
         "inter_bytes": "those of them that cross the border of its node",
         "ranks": "ranks that exchange",
     },
-    shape=(),
     family=("ranks",),
     size=("bytes",),
     parameters={
@@ -83,7 +82,6 @@ def _transfer_baseline(c: Columns, p: Parameters) -> np.ndarray:
 TRANSFER = Operation(
     name="transfer",
     features={"bytes": "bytes that move", "inter_bytes": "those of them that cross the border of a node"},
-    shape=(),
     family=("bytes",),
     size=("bytes",),
     parameters={

@@ -22,7 +22,7 @@ from costmodels.features import Columns, Operation
 from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.trees import grow_trees
 from costmodels.learned.validation import LARGEST, SHAPES, SIZES, HeldOut, error_summary, held_out_folds, hold_out
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler import Measurements, import_published
 from routepack_tune.reports.fit import contestant_label, contestants
 

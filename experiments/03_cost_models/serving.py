@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from costmodels import CostModel, StepTables, freeze_tables, lookup_ns
 from costmodels.freezing.freeze import table_errors
 from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.residual import fit_residual
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler import load_model
 from routepack_tune.reports.fit import coverages
 
@@ -55,7 +56,7 @@ def serving_records(gpu: str, shared: Path, *, quick: bool) -> Iterator[CheckRec
     for name in CHECKED_MODELS:
         spec = DEEPSEEK_V2_LITE if name == "DeepSeek-V2-Lite" else load_model(name)
         tables = freeze_tables(model, spec, topology(), CAP)
-        errors = table_errors(model, tables, spec, topology(), 0)
+        errors = table_errors(replace(model, spec=spec, topology=topology()), tables)
         means = [entry["mean_pct"] for entry in errors.values() if isinstance(entry, dict) and "mean_pct" in entry]
         yield CheckRecord(CHECK, gpu, f"mean table error {name}, worst table, %", max(means))
         yield CheckRecord(CHECK, gpu, f"falling table steps {name}", float(falling_steps(tables)))

@@ -21,7 +21,7 @@ from costmodels.features import Columns, Operation
 from costmodels.fit import fit_operation
 from costmodels.learned.predictor import OperationModel
 from costmodels.learned.validation import family_groups
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler import DeviceFingerprint, Measurements, Topology, import_published, load_model
 
 PAIRS = (("h200_sxm", "h100_sxm"), ("h100_sxm", "h200_sxm"))

@@ -11,7 +11,7 @@ import numpy as np
 from costmodels import FitParams
 from costmodels.choose import KMeansChooser
 from costmodels.fit import fit_operation
-from costmodels.operations.catalog import DIRECTIONS, OPERATIONS
+from costmodels.operations import DIRECTIONS, OPERATIONS
 from profiler import Measurements, ModelSpec, ProfileParams, Topology, profile_device
 from profiler.cases.design import even_round
 

@@ -18,7 +18,7 @@ from costmodels.choose import FIRST_POINTS, MORE_POINTS, batches, choose_points
 from costmodels.features import Columns
 from costmodels.fit import fit_operation
 from costmodels.learned.smooth import fit_kernel
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler import DeviceFingerprint, Measurements, Topology, import_published, load_model
 from profiler.cases.case import Case
 

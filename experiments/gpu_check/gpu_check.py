@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from costmodels import CostModel
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler import Measurements, ProfileParams, fingerprint_device
 from profiler.cases.case import Case, Rates, case_bytes, case_seconds
 from profiler.cases.operations import OPERATIONS as TIMED

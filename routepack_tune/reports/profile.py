@@ -19,7 +19,7 @@ import pandas as pd  # type: ignore[import-untyped]
 
 from costmodels.features import take
 from costmodels.learned.baseline import fit_baseline
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from costmodels.params import FitParams
 from profiler.cases.case import BACKWARD_WORK
 from profiler.cases.operations import DIRECTIONS

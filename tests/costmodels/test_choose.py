@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from costmodels.choose import FIRST_POINTS, MORE_POINTS, KMeansChooser, batches, choose_points
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler import ProfileParams, Topology, load_model
 from profiler.cases.case import Rates, Seen
 from profiler.cases.design import Design, by_class, points_by_class

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from oracles import lookup_slow
 
 from costmodels import freeze_tables, lookup_many_ns, lookup_ns
-from costmodels.freezing.freeze import never_falling
-from costmodels.freezing.pricer import Pricer, skewed_counts
+from costmodels.freezing.freeze import Pricer, never_falling, skewed_counts
 from costmodels.tables import node_shift, table_nodes
 from profiler import Topology
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from costmodels.learned.curves import fit_curves
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler.cases.case import causal_pairs
 
 SIZES = np.array([64, 128, 256, 512, 1024, 2048])

@@ -7,7 +7,7 @@ from costmodels import FitParams, fit_cost_model
 from costmodels.features import Operation, Parameter
 from costmodels.fit import fit_operation
 from costmodels.learned.trees import grow_trees
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler import RoutePackError, Topology
 from profiler.cases.operations import OPERATIONS as TIMED
 

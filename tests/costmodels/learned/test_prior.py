@@ -9,11 +9,11 @@ import pytest
 
 from costmodels import CostModel, fit_cost_model, freeze_tables, tables_for
 from costmodels.choose import choose_points
+from costmodels.cost_model import load_model, save_model
 from costmodels.fit import fit_operation
-from costmodels.learned.files import load_model, save_model
 from costmodels.learned.predictor import PRIOR_RESIDUAL
 from costmodels.learned.residual import fit_discrepancy, mean_of
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler import RoutePackError, Topology
 
 OP = OPERATIONS["experts"]

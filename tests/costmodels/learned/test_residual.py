@@ -55,7 +55,7 @@ def test_linear_leaves_cannot_run_away():
 
 
 def test_largest_sizes_are_predicted_from_smaller_ones(synthetic):
-    from costmodels.operations.catalog import OPERATIONS
+    from costmodels.operations import OPERATIONS
 
     operation = OPERATIONS["dense"]
     rows = list(synthetic.rows["dense"]())

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels.learned.validation import HeldOut, assign_folds, error_summary, family_groups, size_groups
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=200), st.integers(2, 7))

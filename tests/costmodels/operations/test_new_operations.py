@@ -8,9 +8,9 @@ import pytest
 from costmodels import CostModel, FitParams, fit_cost_model, freeze_tables
 from costmodels.features import checked_columns
 from costmodels.fit import fit_operation
-from costmodels.freezing.pricer import Pricer
+from costmodels.freezing.freeze import Pricer
 from costmodels.learned.baseline import fit_baseline, scaled_defaults
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler import RoutePackError, Topology
 from search import PlannerParams, StepBatch, plan_step
 from search.placement.movement import expert_move_ns

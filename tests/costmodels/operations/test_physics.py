@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from costmodels import FitParams
 from costmodels.learned.baseline import fit_baseline
-from costmodels.operations.catalog import OPERATIONS
+from costmodels.operations import OPERATIONS
 from profiler import import_published
 from profiler.cases.case import causal_pairs, padded_rows
 
