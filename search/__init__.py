@@ -4,20 +4,13 @@ Shape suffixes in this package: N samples, R rows, D DP slots, B EP blocks, U un
 E experts, P EP ranks, C attention classes, K nodes of a table. Where cells are meant, D counts those of all rows.
 """
 
-from search.baselines.catalog import (
-    BASELINES,
-    DEFAULT_BASELINE,
-    SEARCH_BASELINES,
-    SHOWN_BASELINES,
-    price_baseline,
-)
+from search.baselines.catalog import BASELINES, DEFAULT_BASELINE, SEARCH_BASELINES, SHOWN_BASELINES, price_baseline
 from search.bounds import lower_bound_ns
 from search.evaluate import Evaluation, balanced_ns, evaluate
 from search.joint import plan_step
-from search.params import TUNABLE, PlannerParams, Range
+from search.params import TUNABLE, PlannerParams, Range, StopCriterion
 from search.plan import Plan, StepTime, check_plan
 from search.problem import Problem, StepBatch, build_problem, check_lengths
-from search.stop import StopCriterion
 from search.stream import StreamingPlanner
 from search.tuning.objective import BatchScore
 from search.tuning.study import run_study

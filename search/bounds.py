@@ -1,15 +1,11 @@
 """A proven lower bound on the step time of any plan of a batch, by the same tables the plan is priced with.
 
-The slowest block takes at least the mean over blocks. Over all U = R x B units (row, block), per layer:
+Over all U = R x B units (row, block), per layer (docs/algorithm.md, "The certificate", has the argument):
 
-* experts and exchange: a non-decreasing cost f of the hottest rank. Replace f by its greatest convex minorant g <= f;
-  by Jensen ``sum_u f(peak_u) >= U g(sum_u peak_u / U)``, and ``sum_u peak_u >= max_p sum_u W[u, p]``, the total of the
-  most loaded rank, which no bijection brings below the mean, nor below the hottest expert with its least companions;
-* attention: a unit waits for its slowest cell, at least the mean of its cells; and where long samples force a unit
-  whose other cells cannot be filled as high under the cap, the difference is lost in every packing
-  (``_weights_bound``).
-
-A convex cost may fall when more rows share it, so the bound is the least over every number of rows a plan may have.
+* experts and exchange: a non-decreasing cost f of the hottest rank, replaced by its greatest convex minorant g <= f; by
+  Jensen ``sum_u f(peak_u) >= U g(sum_u peak_u / U)``, and ``sum_u peak_u`` is at least the total of any rank;
+* attention: a unit waits for its slowest cell, at least the mean of its cells; where long samples force a unit whose
+  other cells cannot be filled as high under the cap, the difference is lost in every packing (``_weights_bound``).
 """
 
 from __future__ import annotations
@@ -82,14 +78,12 @@ def _attention_bound(problem: Problem, minorants: list[np.ndarray], units: int, 
 
 
 def _weights_bound(weights: np.ndarray, lengths: np.ndarray, max_tokens: int, per_unit: int) -> float:
-    """Bound the sum over units of the heaviest cell, cells of a unit being ``per_unit``, by counting cells above a
-    weight.
+    """Bound the sum over units, of ``per_unit`` cells, of the heaviest cell, by counting cells above a weight.
 
-    With n(a) the cells of weight a or more, the sum is at least ``integral of ceil(n(a) / per_unit) da``, and the
-    integral of n is the total weight. n(a) is at least the samples that weigh a and exceed half the cap (no two share a
-    cell), and at most the samples that, as the longest of their cell, could be filled up to a under the cap, and at
-    most k where the densest samples that k cells can hold weigh less than k + 1 times a. Where the first forces another
-    unit that the second cannot fill, the difference is lost in every packing.
+    With n(a) the cells of weight a or more, the sum is at least ``integral of ceil(n(a) / per_unit) da``, the integral
+    of n is the total weight. n(a) is at least the samples that weigh a and exceed half the cap, and at most those that,
+    as the longest of their cell, could be filled up to a, and at most k where the densest samples that k cells can hold
+    weigh less than k + 1 times a. A unit that the first forces and the second cannot fill loses the difference.
     """
     alone = np.sort(weights[lengths > max_tokens // 2])
     reach = np.sort(_richest_cell(weights, lengths, max_tokens))
@@ -106,8 +100,7 @@ def _weights_bound(weights: np.ndarray, lengths: np.ndarray, max_tokens: int, pe
 
 
 def _richest_cell(weights: np.ndarray, lengths: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Return the most that a cell can weigh whose longest sample is each one, [N]: the rest at the best rate
-    allowed."""
+    """Return the most that a cell with each sample as its longest can weigh, [N]: the rest at the best rate allowed."""
     order = np.argsort(lengths, kind="stable")
     best_rate = np.maximum.accumulate((weights / lengths)[order])
     room = max_tokens - lengths

@@ -19,10 +19,7 @@ from search.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Hold the cost of a plan per row and block, int64 nanoseconds over all layers.
-
-    Where blocks are coupled layer by layer there is one column for all of them.
-    """
+    """Hold the cost of a plan per row and block (one where they are coupled), int64 nanoseconds over all layers."""
 
     attention_RB: np.ndarray
     experts_RB: np.ndarray
@@ -35,8 +32,7 @@ class Evaluation:
     @property
     def block_ns(self) -> np.ndarray:
         """Time of each block, [B] int64."""
-        rows = self.attention_RB + self.experts_RB + self.exchange_RB + self.fixed_ns
-        return rows.sum(axis=0)
+        return (self.attention_RB + self.experts_RB + self.exchange_RB + self.fixed_ns).sum(axis=0)
 
     @property
     def step_ns(self) -> int:
@@ -45,8 +41,7 @@ class Evaluation:
 
     def step_time(self) -> StepTime:
         """Return seconds of wall time with the parts of the slowest block."""
-        block = int(np.argmax(self.block_ns))
-        scale = 1e-9 / self.stages
+        block, scale = int(np.argmax(self.block_ns)), 1e-9 / self.stages
         attention, experts = int(self.attention_RB[:, block].sum()), int(self.experts_RB[:, block].sum())
         return StepTime(
             step_time_s=self.step_ns * scale,
@@ -74,8 +69,7 @@ def evaluate(
     shift = problem.tables.rows_shift
     experts = lookup_many_ns(problem.expert_ns, shift, hottest)
     sent_more = experts + lookup_many_ns(problem.exchange_ns, shift, np.maximum(hottest, sent[:, None]))
-    # Where the hottest receiver is also the busiest sender (nearly always) the two tables are added before the look-up:
-    # one instead of two in the kernels, and rounded once.
+    # Where the hottest receiver is also the busiest sender (nearly always) the tables are added first: rounded once.
     both = lookup_many_ns(problem.expert_ns + problem.exchange_ns, shift, hottest)
     exchange = (np.where(hottest >= sent[:, None], both, sent_more) - experts).sum(axis=1)
     experts = experts.sum(axis=1)

@@ -20,16 +20,23 @@ from profiler import ModelSpec, Observer, RoutePackError, Topology
 from search.bounds import lower_bound_ns
 from search.evaluate import evaluate
 from search.kernels import seed_state
-from search.packing.bins import pack_ffd
+from search.packing.bins import equalised, pack_balanced, pack_ffd, pack_staircase
 from search.packing.packer import COLD, HOT, LEG_PROPOSALS, PackChain, pack_costs
-from search.packing.seeds import equalised, pack_balanced, pack_staircase
-from search.params import PlannerParams
+from search.params import PlannerParams, StopCriterion
 from search.placement.lpt import first_ranks, identity_placement, placement_of_ranks
-from search.placement.movement import Residence, list_moves, nearer_home, relabelled, residence_of
-from search.placement.placer import PLACEMENT_SHARE, improved, layer_costs, place_rows
+from search.placement.placer import (
+    PLACEMENT_SHARE,
+    Residence,
+    improved,
+    layer_costs,
+    list_moves,
+    nearer_home,
+    place_rows,
+    relabelled,
+    residence_of,
+)
 from search.plan import Plan, check_plan
 from search.problem import Problem, StepBatch, build_problem, no_packing, row_range
-from search.stop import StopCriterion
 
 SEEDS = (pack_balanced, pack_staircase)
 START_SPREAD = 4.0
@@ -68,9 +75,8 @@ def plan_step(
 ) -> Plan:
     """Plan one optimizer step.
 
-    Under an iteration budget (the default) the plan is a pure function of batch, tables, parameters and seed.
-    ``start`` is the rank of every expert, [L, E], from which the search starts in place of LPT or ``previous``; unlike
-    moves away from ``previous``, those away from ``start`` cost nothing.
+    Under an iteration budget (the default) the plan is a pure function of batch, tables, parameters and seed. From
+    ``start``, ranks of experts [L, E], the search starts in place of LPT or ``previous``; leaving it costs nothing.
 
     Raises
     ------
@@ -83,7 +89,7 @@ def plan_step(
     stop.reset()
     problem = build_problem(batch, tables, spec, topology, max_tokens, params)
     bound_ns = lower_bound_ns(problem)
-    home = None if previous is None else residence_of(previous, problem, spec)
+    home = None if previous is None else residence_of(previous, problem)
     starts = [] if start is None else [start]
     if home is not None:
         fresh_LE = relabelled(first_ranks(problem, params.ranks_per_node), home.rank_LE, problem.num_ranks)
@@ -99,23 +105,17 @@ def plan_step(
     if home is not None and not params.ranks_per_node:  # ranks of one node are alike: names may change, times do not
         best = best._replace(rank_LE=nearer_home(best.rank_LE, home.rank_LE, problem.num_ranks))
     searched = {"planner": "routepack-tune", "seed": seed, "params": asdict(params), "stopped_by": stop.name}
-    return _certified(problem, batch, best, bound_ns, previous, spec, searched)
+    return _certified(problem, batch, best, bound_ns, previous, searched)
 
 
 def _certified(
-    problem: Problem,
-    batch: StepBatch,
-    found: _Solution,
-    bound_ns: int,
-    previous: Plan | None,
-    spec: ModelSpec,
-    searched: dict,
+    problem: Problem, batch: StepBatch, found: _Solution, bound_ns: int, previous: Plan | None, searched: dict
 ) -> Plan:
     """Return a solution as a plan, priced from scratch, beside the default and checked."""
     tables, old_LE = problem.tables, None if previous is None else previous.placement_LE
     row_N, slot_N = np.divmod(found.cell_of, problem.num_slots)
     placement_LE = placement_of_ranks(found.rank_LE, problem.num_ranks, old_LE)
-    moves, assumed = list_moves(old_LE, placement_LE, problem, spec)
+    moves, assumed = list_moves(old_LE, placement_LE, problem)
     priced = evaluate(problem, row_N, slot_N, placement_LE, found.num_rows)
     default_row_N, default_slot_N, default_rows = pack_ffd(problem)
     default = evaluate(problem, default_row_N, default_slot_N, identity_placement(problem), default_rows)
@@ -238,8 +238,7 @@ class _Chain:
     def _place(
         self, num_rows: int, cell_of: np.ndarray, starts: list[np.ndarray], swaps: int, rng: np.ndarray, made: int = 0
     ) -> np.ndarray:
-        """Place for a packing that took ``made`` proposals, with more swaps where wall time ends the search and is
-        long."""
+        """Place for a packing that took ``made`` proposals, with more swaps under a wall time that has been long."""
         costs, gone = layer_costs(self.problem, cell_of, num_rows), self.stop.progress(made)
         time_gone = self.stop.progress(0)  # looked at last: under wall time alone it is no less
         room = PLACEMENT_SHARE * time_gone if made and time_gone >= gone else 0.0

@@ -46,9 +46,8 @@ def over_cap_ns(peak, cap, row_ns):
 def layer_time_ns(layer_ns, shift, rows, sent, sent_ns):
     """Return the time of one MoE layer whose slowest rank has ``rows``, while some rank sends ``sent``.
 
-    ``layer_ns`` [2 K] is the table of experts and exchange, then that of experts alone; ``sent_ns`` the exchange of
-    ``sent``. Without a branch, so that loops over layers or units become vectors: below ``sent`` the second half
-    is read.
+    ``layer_ns`` [2 K]: experts and exchange, then experts alone, read below ``sent``; ``sent_ns``: the exchange of
+    ``sent``. Without a branch, so that loops over layers or units become vectors.
     """
     node = rows >> shift
     place = np.uint64(node + (layer_ns.size >> 1 if rows < sent else 0))

@@ -1,8 +1,9 @@
-"""Knobs of the planner, each with its meaning and the range the tuner may search."""
+"""Knobs of the planner, its budget, and the ranges the tuner may search."""
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, fields, replace
 
 
@@ -27,8 +28,7 @@ class PlannerParams:
     stickiness: float = 2.5
     """Factor on the price of moving experts: 0 moves them for free, larger keeps the old placement longer."""
     link_gbytes_per_s: float = 0.0
-    """Bandwidth of one rank for moving experts and their optimizer state, in 1e9 bytes a second; 0 takes the measured
-    time of a move, and 25 where none was measured."""
+    """Bandwidth of one rank for moving experts, in 1e9 bytes a second; 0: as measured, 25 where nothing was."""
     sequence_alignment: int = 1
     """Tokens every sequence is padded to a multiple of (Megatron: tp x cp x 2); padding costs like average tokens."""
     equal_samples: bool = False
@@ -55,6 +55,59 @@ _LIMITS |= dict.fromkeys(("max_iterations", "starts", "alternations", "sequence_
 """Least and most of each setting, both allowed; the others are 0 or more."""
 
 
+@dataclass
+class StopCriterion:
+    """Tell a search how much of its budget is spent: the largest share of the limits given. Only here is wall time.
+
+    One that only says yes or no (the last two) cools nothing: iterations or wall time beside it drive the temperature.
+    """
+
+    max_iterations: float | None = None
+    """Packing proposals per chain: the same plan on every run and machine."""
+    max_runtime: float | None = None
+    """Seconds of wall time since ``reset``."""
+    no_improvement: float | None = None
+    """Proposals of a chain without a better packing."""
+    gap_below: float | None = None
+    """Share above the lower bound within which the best packing is near enough to the optimum."""
+
+    def __post_init__(self) -> None:
+        for name, least in {
+            "max_iterations": 1,
+            "max_runtime": math.ulp(0.0),
+            "no_improvement": 1,
+            "gap_below": 0,
+        }.items():
+            value, wanted = getattr(self, name), "> 0" if name == "max_runtime" else f">= {least:g}"
+            if value is not None and not value >= least:
+                raise ValueError(f"Expected {name.replace('_', ' ')} {wanted}, got {value}.")
+        self.reset()
+
+    @property
+    def name(self) -> str:
+        """What the plan reports as ``stopped_by``."""
+        return "|".join(field.name for field in fields(self) if getattr(self, field.name) is not None)
+
+    def reset(self) -> None:
+        """Start the clock."""
+        self._start_s = time.monotonic()
+
+    def progress(self, iterations: int, idle: int = 0, gap: float = math.inf) -> float:
+        """Return the share of the budget spent; 1 or more means stop.
+
+        ``iterations`` counts a chain's packing proposals, ``idle`` those since its last improvement, ``gap`` is its
+        best time above the lower bound as a share of it (mean over blocks).
+        """
+        spent = 0.0
+        if self.max_iterations is not None:
+            spent = iterations / self.max_iterations
+        if self.max_runtime is not None:
+            spent = max(spent, (time.monotonic() - self._start_s) / self.max_runtime)
+        enough = self.no_improvement is not None and idle >= self.no_improvement
+        near = self.gap_below is not None and gap <= self.gap_below
+        return max(spent, 1.0) if enough or near else spent
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
     """Values a tuner may give to one knob."""
@@ -67,12 +120,6 @@ class Range:
     def holds(self, value: float) -> bool:
         """Tell whether a value lies in the range and is of its kind."""
         return self.low <= value <= self.high and (not self.integer or value == int(value))
-
-    def with_value(self, value: float) -> Range | None:
-        """Return the range widened to a value; None where a logarithmic one cannot reach it (0)."""
-        if self.log and value <= 0:
-            return None
-        return replace(self, low=min(self.low, value), high=max(self.high, value))
 
 
 TUNABLE: dict[str, Range] = {
@@ -92,5 +139,9 @@ def tunable_ranges(base: PlannerParams) -> dict[str, Range]:
 
     A knob that ``base`` sets to 0 on a logarithmic range is switched off and stays so.
     """
-    ranges = {name: knob.with_value(getattr(base, name)) for name, knob in TUNABLE.items()}
-    return {name: knob for name, knob in ranges.items() if knob is not None}
+    given = {name: (knob, getattr(base, name)) for name, knob in TUNABLE.items()}
+    return {
+        name: replace(knob, low=min(knob.low, value), high=max(knob.high, value))
+        for name, (knob, value) in given.items()
+        if value > 0 or not knob.log
+    }

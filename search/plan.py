@@ -1,8 +1,7 @@
 """The result of planning one step: who goes where, what it should cost, and whether it keeps every constraint.
 
-Invariants (``check_plan``): every sample exactly once; every cell at most ``max_tokens`` tokens and never empty; the
-same number of rows on every slot, a multiple of what the pipeline asks; every layer's placement a bijection with
-exactly E / P experts on each EP rank, the same in every block.
+Invariants (``check_plan``): every sample once; every cell at most ``max_tokens`` tokens and never empty; equal rows on
+every slot, a multiple of what the pipeline asks; every layer's placement a bijection, the same in every block.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from profiler import RoutePackError, Topology
 from profiler.files import content_hash, read_json, write_json
 
 PLAN_SCHEMA_VERSION = 1
+_AS_THEY_ARE = ("lower_bound_s", "counters", "provenance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,6 @@ class Plan:
             "schema_version": PLAN_SCHEMA_VERSION,
             "plan_hash": self.plan_hash,
             "placement_id": self.placement_id,
-            "topology": asdict(self.topology),
             "max_tokens_per_microbatch": self.max_tokens,
             "num_microbatches": self.num_rows,
             "micro_batches": self.micro_batches(),
@@ -116,14 +115,10 @@ class Plan:
             "logical_to_physical": self.placement_LE.tolist(),
             "physical_to_logical": self.physical_to_logical().tolist(),
             "denominators": {"num_samples": len(self.row_N), "num_tokens": self.total_tokens},
-            "predicted": asdict(self.predicted),
-            "default": asdict(self.default),
-            "lower_bound_s": self.lower_bound_s,
             "gap": self.gap,
-            "counters": self.counters,
             "notes": list(self.notes),
-            "moves": asdict(self.moves),
-            "provenance": self.provenance,
+            **{name: asdict(getattr(self, name)) for name in ("topology", "predicted", "default", "moves")},
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
         }
 
     @classmethod
@@ -148,11 +143,9 @@ class Plan:
                 total_tokens=data["denominators"]["num_tokens"],
                 predicted=StepTime(**data["predicted"]),
                 default=StepTime(**data["default"]),
-                lower_bound_s=data["lower_bound_s"],
-                counters=data["counters"],
                 notes=tuple(data["notes"]),
                 moves=ExpertMoves(**{**data["moves"], "experts": tuple(map(tuple, data["moves"]["experts"]))}),
-                provenance=data["provenance"],
+                **{name: data[name] for name in _AS_THEY_ARE},
             )
             if plan.plan_hash != data["plan_hash"]:
                 raise RoutePackError("Plan's content does not match its plan_hash: the file was edited or damaged.")

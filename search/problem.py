@@ -65,7 +65,7 @@ class Problem:
     """[K] int64: one layer by the rows of its busiest sender or receiver."""
     tables: StepTables
     topology: Topology
-    top_k: int
+    spec: ModelSpec
     max_tokens: int
     params: PlannerParams
     blocks_per_unit: int
@@ -107,8 +107,7 @@ class Problem:
     def receive_wall(self) -> tuple[int, int]:
         """Rows that an EP rank may receive for nothing, and what the *search* charges for each one above them, ns.
 
-        No price that is shown holds it: it only keeps the search below ``max_received_rows``. In one layer the peaks
-        of all (row, block) add up to at most all routed rows, which bounds the sum of all charges by ``MOST_NS``.
+        In one layer the peaks of all (row, block) add up to at most all routed rows: so do all charges to ``MOST_NS``.
         """
         if self.params.max_received_rows == 0:
             return 0, 0
@@ -121,8 +120,8 @@ class Problem:
         return np.bincount(cell_of, weights=self.lengths, minlength=num_rows * self.num_slots).astype(np.int64)
 
     def sent_rows(self, cell_tokens: np.ndarray) -> np.ndarray:
-        """Return the rows (token, expert pairs) that one rank of a slot sends, given the tokens of its cell."""
-        return cell_tokens * self.top_k * self.topology.blocks_per_slot // self.topology.ranks_per_slot
+        """Return the routed rows that one rank of a slot sends, given the tokens of its cell."""
+        return cell_tokens * self.spec.top_k * self.topology.blocks_per_slot // self.topology.ranks_per_slot
 
 
 def build_problem(
@@ -148,7 +147,7 @@ def build_problem(
         exchange_ns=tables.exchange_ns,
         tables=tables,
         topology=topology,
-        top_k=spec.top_k,
+        spec=spec,
         max_tokens=max_tokens,
         params=params,
         blocks_per_unit=topology.num_blocks if params.couple_blocks else 1,
@@ -260,9 +259,9 @@ def no_packing(problem: Problem) -> RoutePackError:
 
 
 def _fill_unknown(batch: StepBatch, lengths: np.ndarray, top_k: int) -> np.ndarray:
-    """Return counts for ``lengths`` tokens; those without a route are spread like the sample's own average token.
+    """Return counts for ``lengths`` tokens, those without a route spread like the sample's (or batch's) average token.
 
-    A sample without any route takes the batch's average token. Sums stay exact (largest remainder, ties by expert id).
+    Sums stay exact (largest remainder, ties by expert id).
     """
     counts = np.array(batch.expert_counts, dtype=np.int32, order="C")
     partial = np.flatnonzero(batch.known_tokens < lengths)

@@ -1,7 +1,7 @@
 """Plan a step while its rollouts still finish, so that little is left to do when the last one arrives.
 
-Every time a tenth more samples are there, those so far are planned under a small budget. What carries over to the next
-provisional plan and to the final one is the placement: which experts run hot shows long before the last sample does.
+Every time a tenth more samples are there, those so far are planned under a small budget. What carries over is the
+placement: which experts run hot shows long before the last sample does.
 
 Invariants: samples enter only through :meth:`StreamingPlanner.add`, each checked at once; the sealed batch is ordered
 by id whatever the order of arrival; a provisional plan never changes constraints or prices of the final one, only the
@@ -24,11 +24,10 @@ import numpy as np
 from costmodels import StepTables
 from profiler import ModelSpec, RoutePackError, Topology
 from search.joint import plan_step
-from search.params import PlannerParams
+from search.params import PlannerParams, StopCriterion
 from search.placement.lpt import ranks_of_slots
 from search.plan import Plan
 from search.problem import StepBatch, check_lengths, known_tokens
-from search.stop import StopCriterion
 
 PROVISIONAL_ITERATIONS = 50_000
 """Packing proposals of a provisional plan: its placement is kept, its packing is not."""
@@ -40,10 +39,9 @@ class StreamingPlanner:
     Samples may be added from several threads. A planner serves one step; use it as a context manager, or call
     :meth:`close`, so that the worker ends even if the step is abandoned.
 
-    **With the background worker the plan depends on timing**: how far planning has come when a step is sealed decides
-    where its final search starts. So exactly ONE process collects and plans, and sends ``plan.json`` to the others.
-    With ``background=False`` ``add`` itself plans whenever a tenth more samples have arrived, and the plan is a pure
-    function of the samples, their order of arrival and the seed (under an iteration budget).
+    **With the background worker the plan depends on timing**: exactly ONE process collects and plans, and sends
+    ``plan.json`` to the others. With ``background=False`` ``add`` itself plans whenever a tenth more samples are there,
+    and the plan is a pure function of samples, order of arrival and seed (under an iteration budget).
 
     Parameters are those of :func:`search.joint.plan_step`; ``num_threads`` is for the final plan, the worker uses one.
     """
@@ -185,8 +183,7 @@ class StreamingPlanner:
         start = None
         if self.provisional is not None:
             start = ranks_of_slots(self.provisional.placement_LE, self._job[2].expert_model_parallel_size)
-        given = (batch, *self._job, params)
-        seed, previous = self._seed, self._previous
+        given, seed, previous = (batch, *self._job, params), self._seed, self._previous
         return plan_step(*given, seed=seed, stop=stop, previous=previous, start=start, num_threads=num_threads)
 
 

@@ -35,7 +35,7 @@ def step_ns_slow(problem, row_N, slot_N, placement_LE, num_rows):
                     for d in in_block
                 )
             sent = max(
-                tokens[d] * problem.top_k * topology.blocks_per_slot // topology.ranks_per_slot for d in in_block
+                tokens[d] * problem.spec.top_k * topology.blocks_per_slot // topology.ranks_per_slot for d in in_block
             )
             for layer in range(problem.num_layers):
                 rows = [0] * ranks * blocks  # every block has ranks of its own

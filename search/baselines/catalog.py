@@ -18,8 +18,8 @@ from search.baselines.frameworks import (
     pack_mffd,
     pack_slime,
     pack_verl,
+    relibra_placement,
 )
-from search.baselines.relibra import relibra_placement
 from search.baselines.routepack import solve_open_instruct, solve_routepack
 from search.evaluate import Evaluation, evaluate
 from search.packing.bins import Packing, pack_ffd, pack_karmarkar_karp, sample_flops

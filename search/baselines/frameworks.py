@@ -5,26 +5,35 @@ In each packing every cell holds a sample, and all but slime's keep the cap. Non
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
+from numba import njit
 
 from search.evaluate import rank_loads
+from search.kernels import random_below, random_threshold, seed_state
 from search.packing.bins import Bins, Packing, cells_of_bins, fill_bins, first_fit_decreasing, karmarkar_karp
-from search.placement.lpt import identity_placement, lpt_layer, lpt_placement
+from search.placement.lpt import identity_placement, lpt_layer, lpt_placement, placement_of_ranks
 from search.problem import Problem, no_packing
 
 CV_DROP = 0.08
 """MindSpeed's default for ``--fine-grained-expert-placement-thre``."""
+SWAPS = 20_000
+"""Swaps proposed for each layer."""
+SQUARINGS = 4
+"""The objective is the sum over ranks of (load / mean) ** 16: four squarings."""
+HOT, COLD = 0.05, 1e-5
+"""First and last temperature, as shares of the objective of an even layer (P)."""
 
 
 def modified_first_fit_decreasing(lengths: np.ndarray, max_tokens: int) -> Bins:
     """Pack by Johnson and Garey's modified first-fit decreasing (1985), within 71/60 of the least number of bins.
 
-    Samples above a half of the cap open bins, longest first. Bins are then visited from the least room to the most:
-    each takes the longest *medium* sample (above a third) that fits. Back from the most room to the least, a bin
-    without a medium one takes the shortest *small* sample (above a sixth) with the longest small one that fits beside
-    it. Whatever still fits follows, longest first; the rest is packed first-fit decreasing.
+    Samples above a half of the cap open bins, longest first. From the least room to the most each takes the longest
+    *medium* sample (above a third) that fits; back again, a bin without one takes the shortest *small* sample (above a
+    sixth) with the longest that fits beside it. What still fits follows, longest first; the rest goes first fit.
     """
     rest = np.argsort(-lengths, kind="stable").tolist()
     bins: Bins = [[i] for i in rest if 2 * lengths[i] > max_tokens]
@@ -68,8 +77,7 @@ def pack_mffd(problem: Problem) -> Packing:
 def pack_verl(problem: Problem, weights: np.ndarray) -> Packing:
     """verl 0.9.1: Karmarkar-Karp over DP ranks with equal sample counts, then again inside each rank.
 
-    The number of microbatches is the most that a rank needs by tokens, raised until every microbatch of every rank
-    keeps the cap. Inside a rank, microbatches run from light to heavy and back (small ends, for pipelines).
+    Microbatches are added until all keep the cap; inside a rank they run from light to heavy and back (for pipelines).
     """
     ranks = [np.array(b, np.int64) for b in karmarkar_karp(weights, problem.num_slots, equal_size=True)]
     multiple = problem.topology.row_multiple
@@ -77,21 +85,16 @@ def pack_verl(problem: Problem, weights: np.ndarray) -> Packing:
     for rows in range(-(-most // multiple) * multiple, min(map(len, ranks)) + 1, multiple):
         bins_DR = [[rank[b].tolist() for b in karmarkar_karp(weights[rank], rows)] for rank in ranks]
         if all(b and problem.lengths[b].sum() <= problem.max_tokens for bins in bins_DR for b in bins):
-            return _cells_of_ranks([_small_ends(bins, weights) for bins in bins_DR], problem)
+            falling_DR = [sorted(bins, key=lambda b: (-int(weights[b].sum()), b[0])) for bins in bins_DR]
+            return _cells_of_ranks([falling[::2][::-1] + falling[1::2] for falling in falling_DR], problem)
     raise no_packing(problem)
-
-
-def _small_ends(bins: Bins, weights: np.ndarray) -> Bins:
-    falling = sorted(bins, key=lambda b: (-int(weights[b].sum()), b[0]))
-    return falling[::2][::-1] + falling[1::2]
 
 
 def pack_slime(problem: Problem, weights: np.ndarray) -> Packing:
     """slime with ``--balance-by-flops --balance-data``: Karmarkar-Karp into the fewest bins that could hold the tokens.
 
-    The cap only gives the number of bins and a bin may exceed it (see :func:`beyond_cap`). Bins are
-    split up to a multiple of D, dealt to DP ranks by Karmarkar-Karp on their weights in equal numbers, and run in the
-    order of their index.
+    A bin may exceed the cap (see :func:`beyond_cap`). Bins are split up to a multiple of D, dealt to DP ranks by
+    Karmarkar-Karp on their weights in equal numbers, and run in the order of their index.
     """
     count = max(1, -(-int(problem.lengths.sum()) // problem.max_tokens))
     bins = [b for b in karmarkar_karp(weights, count) if b]
@@ -104,15 +107,13 @@ def pack_slime(problem: Problem, weights: np.ndarray) -> Packing:
 def pack_areal(problem: Problem) -> Packing:
     """AReaL: DP ranks first, then first-fit decreasing inside each rank.
 
-    The controller deals samples to ranks in equal numbers, longest first to the rank with fewest tokens and a free
-    place. Inside a rank a sample goes, of the microbatches with room, to the one that holds fewest samples. All ranks
-    repeat this with the most microbatches any of them needed, opened beforehand.
+    Samples go to ranks in equal numbers, longest first to the rank with fewest tokens; inside it, of the microbatches
+    with room, to the one of fewest samples. All ranks repeat this with the most microbatches any needed, opened before.
     """
-    padded = np.concatenate([problem.lengths, np.zeros(-problem.num_samples % problem.num_slots, np.int64)])
+    padded = np.pad(problem.lengths, (0, -problem.num_samples % problem.num_slots))
     rank_of = lpt_layer(padded, problem.num_slots)[: problem.num_samples]
     ranks = [np.flatnonzero(rank_of == d) for d in range(problem.num_slots)]
-    multiple = problem.topology.row_multiple
-    rows = 1
+    multiple, rows = problem.topology.row_multiple, 1
     while True:
         bins_DR = [
             first_fit_decreasing(problem.lengths, problem.max_tokens, rank, opened=rows, fewest=True) for rank in ranks
@@ -131,10 +132,7 @@ def _cells_of_ranks(bins_DR: list[Bins], problem: Problem) -> Packing:
 
 
 def mindspeed_placement(problem: Problem, cv_drop: float = CV_DROP) -> np.ndarray:
-    """Leave a layer in place unless LPT lowers the coefficient of variation of its ranks by ``cv_drop``, [L, E].
-
-    MindSpeed's rule, with the step's own totals for its moving average of past loads.
-    """
+    """MindSpeed: leave a layer in place unless LPT lowers its ranks' variation by ``cv_drop`` (step totals), [L, E]."""
     stay_LE, move_LE = identity_placement(problem), lpt_placement(problem)
     drop_L = rank_variation(problem, stay_LE) - rank_variation(problem, move_LE)
     return np.where((drop_L >= cv_drop)[:, None], move_LE, stay_LE)
@@ -146,6 +144,65 @@ def rank_variation(problem: Problem, placement_LE: np.ndarray) -> np.ndarray:
     return ranks.std(axis=0) / ranks.mean(axis=0)
 
 
+def relibra_placement(problem: Problem, *, seed: int = 0, swaps: int = SWAPS) -> np.ndarray:
+    """Return ReLibra's placement by swap annealing on step totals (arXiv 2605.08639), [L, E], without its replicas.
+
+    Two experts of a layer swap ranks; the objective is a smooth stand-in for the most loaded rank, so that levelling
+    the others counts too. It is never above that of LPT, from which each layer starts.
+    """
+    totals_LE = problem.counts.sum(axis=0, dtype=np.int64)
+
+    def place(layer: int) -> np.ndarray:
+        rank_of = lpt_layer(totals_LE[layer], problem.num_ranks)
+        anneal_totals(totals_LE[layer], rank_of, problem.num_ranks, swaps, seed_state(seed, layer))
+        return rank_of
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        ranks = list(pool.map(place, range(problem.num_layers)))
+    return placement_of_ranks(np.stack(ranks), problem.num_ranks)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _power(ratio):
+    for _ in range(SQUARINGS):
+        ratio *= ratio
+    return ratio
+
+
+@njit(cache=True, nogil=True)
+def anneal_totals(totals, rank_of, num_ranks, swaps, rng):
+    """Anneal the placement of one layer in place; ``rank_of`` [E] ends as the best seen. Returns its objective."""
+    loads = np.zeros(num_ranks, np.int64)
+    for e in range(totals.size):
+        loads[rank_of[e]] += totals[e]
+    mean = max(1.0, totals.sum() / num_ranks)
+    current = 0.0
+    for p in range(num_ranks):
+        current += _power(loads[p] / mean)
+    best, best_rank_of = current, rank_of.copy()
+    # Thresholds are drawn as integers, in 2**-30 of the objective.
+    hot, cooling = HOT * num_ranks * (1 << 30), (COLD / HOT) ** (1.0 / max(1, swaps))
+    for _ in range(swaps):
+        hot *= cooling
+        a, b = random_below(rng, totals.size), random_below(rng, totals.size)
+        p, q, more = rank_of[a], rank_of[b], totals[b] - totals[a]
+        if p == q or more == 0:
+            continue
+        delta = _power((loads[p] + more) / mean) + _power((loads[q] - more) / mean)
+        delta -= _power(loads[p] / mean) + _power(loads[q] / mean)
+        if delta > 0 and delta * (1 << 30) > random_threshold(rng, np.int64(hot)):
+            continue
+        loads[p] += more
+        loads[q] -= more
+        rank_of[a], rank_of[b] = q, p
+        current += delta
+        if current < best * (1.0 - 1e-12):
+            best = current
+            best_rank_of[:] = rank_of
+    rank_of[:] = best_rank_of
+    return best
+
+
 def largest_cell_tokens(problem: Problem, packing: Packing) -> int:
     """Return the tokens of the fullest cell of a packing: above ``max_tokens`` it could not be trained."""
     row_N, slot_N, num_rows = packing
@@ -154,7 +211,7 @@ def largest_cell_tokens(problem: Problem, packing: Packing) -> int:
 
 def beyond_cap(problem: Problem, tokens: int) -> Problem:
     """Return the problem with tables that reach cells of ``tokens``, continued along their last step (assumed)."""
-    rows = tokens * problem.topology.slots_per_block * problem.top_k
+    rows = tokens * problem.topology.slots_per_block * problem.spec.top_k
     token_nodes, row_nodes = (tokens >> problem.tables.tokens_shift) + 2, (rows >> problem.tables.rows_shift) + 2
     return replace(
         problem,

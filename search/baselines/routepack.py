@@ -2,32 +2,38 @@
 
 Open-instruct's much shorter search, at the end, swaps samples by the same kernels.
 
-Experts are placed once, per layer by LPT on step totals. The number of rows is the least for which a capped packing is
-found. Diverse layouts become a population of swap chains at one temperature, which falls while their end states are
-resampled systematically (population annealing); an archive keeps the best layout any chain has seen.
-
-Layouts are scored by unit-free proxies, not by time (``search/baselines/routepack_kernels.py``).
+Experts are placed once, per layer by LPT on step totals. In the least rows that a capped packing is found for, diverse
+layouts become a population of swap chains at one temperature, which falls while their end states are resampled
+(population annealing). Layouts are scored by unit-free proxies (``search/baselines/routepack_kernels.py``).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
+from numba import njit
 
 from search.baselines.routepack_kernels import ProxyCosts, ProxyState, fill_proxy_state, layout_score, swap_chain
-from search.baselines.routepack_seeds import drop_near_duplicates, seed_layouts, sketch_directions, sketch_layout
-from search.kernels import sample_rank_rows, seed_state
-from search.packing.bins import Packing, pack_ffd
+from search.kernels import random_below, sample_rank_rows, seed_state
+from search.packing.bins import Packing, heavy_first, pack_ffd
+from search.params import StopCriterion
 from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
 from search.problem import Problem, no_packing, row_range
-from search.stop import StopCriterion
 
 OPEN_INSTRUCT_PROPOSALS = 1024
 UNIT_J = 1 << 30
 """J of a forced-balanced unit whose proxies' shares sum to 1."""
+WINDOWS = (1, 4, 16, 64)
+"""Widths of the windows of the length-sorted order that are shuffled; 1 leaves it as it is."""
+FILLS = (0.02, 0.1, 0.3, 1.0)
+"""How far between the mean cell and the cap a cell may be filled; the first that packs everything is taken."""
+FIRST_FIT, BEST_FIT, LEAST_PEAKS = range(3)
+SKETCH_DIRECTIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +59,9 @@ class RoutePackParams:
 
 
 def proxy_costs(
-    problem: Problem,
-    rank_LE: np.ndarray,
-    num_rows: int,
-    works_NC: np.ndarray,
-    shares: tuple[float, ...],
-    similar: float,
+    problem: Problem, rank_LE: np.ndarray, num_rows: int, works_NC: np.ndarray, shares: Sequence[float], similar: float
 ) -> ProxyCosts:
-    """Return the kernels' constants: cell proxies with their ``shares``, and the experts' proxy with the last share.
-
-    A share is what the proxy adds to J where every cell (or rank) of every row holds the mean.
-    """
+    """Return the kernels' constants; of J in a balanced step each cell proxy has its share, the experts' the last."""
     by_length = np.argsort(problem.lengths, kind="stable")
     mean_C = works_NC.sum(axis=0, dtype=np.float64) / (num_rows * problem.num_slots)
     mean_peaks = int(problem.counts.sum(dtype=np.int64)) / (num_rows * problem.num_blocks * problem.num_ranks)
@@ -80,10 +78,7 @@ def proxy_costs(
 
 
 def attention_proxy(problem: Problem) -> np.ndarray:
-    """Return ``8192 * length + length ** 2``, [N] int64: verl's analytic workload without the FFN's two thirds.
-
-    Of the 24 h^2 a token costs in a dense layer 8 h^2 are attention's projections; the FFN is the experts' here.
-    """
+    """Return ``8192 * length + length ** 2``, [N] int64: verl's workload without the FFN's 16 of 24 h^2."""
     return 8192 * problem.lengths + problem.lengths**2
 
 
@@ -122,6 +117,149 @@ class SwapChain:
         self.priced += priced
 
 
+def windowed_order(lengths: np.ndarray, width: int, rng: np.random.Generator) -> np.ndarray:
+    """Return samples from long to short, shuffled inside windows of ``width``, [N]."""
+    order = np.argsort(-lengths, kind="stable")
+    return np.concatenate([rng.permutation(order[k : k + width]) for k in range(0, len(order), width)])
+
+
+def seed_layouts(
+    problem: Problem, costs: ProxyCosts, num_rows: int, rng: np.random.Generator, tries: int
+) -> Iterator[np.ndarray]:
+    """Yield layouts that find room under the cap, ``tries`` of each kind in turn.
+
+    First fit in a windowed order, randomized best fit by occupancy, and insertion where peaks of ranks grow least.
+    """
+    cells, per_unit = num_rows * problem.num_slots, problem.num_slots // problem.num_blocks
+    mean = -(-int(problem.lengths.sum()) // cells)
+    least = min(max(mean, int(problem.lengths.max())), problem.max_tokens)
+    for k, kind in product(range(tries), (FIRST_FIT, BEST_FIT, LEAST_PEAKS)):
+        order = windowed_order(problem.lengths, 1 if kind == BEST_FIT else WINDOWS[k % len(WINDOWS)], rng)
+        for most in (least + round(fill * (problem.max_tokens - least)) for fill in FILLS):
+            if kind == LEAST_PEAKS:
+                cell_of = _insert_by_peaks(costs.lengths, costs.loads, order, cells, per_unit, most)
+            else:
+                state = rng.integers(1, 1 << 62, 1).astype(np.uint64)
+                cell_of = _fit(problem.lengths, order, cells, most, kind, state)
+            if cell_of[0] >= 0 and fill_empty_cells(cell_of, problem.lengths, cells):
+                # Packed bin by bin, cells of like attention then share a row.
+                yield cell_of if kind == LEAST_PEAKS else heavy_first(cell_of, costs.works[:, 0], cells)
+                break
+
+
+def fill_empty_cells(cell_of: np.ndarray, lengths: np.ndarray, num_cells: int) -> bool:
+    """Give every empty cell the shortest sample of the cell that holds most; say whether there were enough."""
+    counts = np.bincount(cell_of, minlength=num_cells)
+    for empty in np.flatnonzero(counts == 0):
+        donor = int(np.argmax(counts))
+        if counts[donor] < 2:
+            return False
+        members = np.flatnonzero(cell_of == donor)
+        cell_of[members[np.argmin(lengths[members])]] = empty
+        counts[donor] -= 1
+        counts[empty] = 1
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _fit(lengths, order, cells, most, rule, rng):
+    """Return the cell of each sample packed in ``order`` up to ``most`` tokens, first entry -1 where one has no room.
+
+    First fit takes the first cell with room; best fit the fullest one, or in a third of the draws the second fullest.
+    """
+    cell_of = np.full(lengths.size, -1, np.int64)
+    tokens = np.zeros(cells, np.int64)
+    for i in order:
+        first, second = -1, -1
+        for k in range(cells):
+            if tokens[k] + lengths[i] > most:
+                continue
+            if rule == FIRST_FIT:
+                first = k
+                break
+            if first < 0 or tokens[k] > tokens[first]:
+                first, second = k, first
+            elif second < 0 or tokens[k] > tokens[second]:
+                second = k
+        if first < 0:
+            cell_of[0] = -1
+            return cell_of
+        if second >= 0 and random_below(rng, 3) == 0:
+            first = second
+        cell_of[i] = first
+        tokens[first] += lengths[i]
+    return cell_of
+
+
+@njit(cache=True, nogil=True)
+def _insert_by_peaks(lengths, loads, order, cells, per_unit, most):
+    """Return the cell of each sample inserted in ``order`` where the unit's peaks grow least, -1 first without room.
+
+    A unit's growth is summed over layers; ties go to the unit with fewer tokens, and there to its emptiest cell.
+    """
+    cell_of = np.full(lengths.size, -1, np.int64)
+    tokens = np.zeros(cells, np.int64)
+    units, ranks, layers = cells // per_unit, loads.shape[1], loads.shape[2]
+    rows, peak = np.zeros((units, ranks, layers), np.int32), np.zeros((units, layers), np.int32)
+    grown = np.zeros(layers, np.int32)
+    for i in order:
+        chosen, chosen_cell, least_growth, least_tokens = -1, -1, np.int64(0), np.int64(0)
+        for u in range(units):
+            cell, held = u * per_unit, np.int64(0)
+            for k in range(u * per_unit, (u + 1) * per_unit):
+                held += tokens[k]
+                if tokens[k] < tokens[cell]:
+                    cell = k
+            if tokens[cell] + lengths[i] > most:
+                continue
+            grown[:] = peak[u]
+            for p in range(ranks):
+                for m in range(layers):
+                    grown[m] = max(grown[m], np.int32(rows[u, p, m] + loads[i, p, m]))
+            growth = grown.sum() - peak[u].sum()
+            if chosen < 0 or growth < least_growth or (growth == least_growth and held < least_tokens):
+                chosen, chosen_cell, least_growth, least_tokens = u, cell, growth, held
+        if chosen < 0:
+            cell_of[0] = -1
+            return cell_of
+        cell_of[i] = chosen_cell
+        tokens[chosen_cell] += lengths[i]
+        for p in range(ranks):
+            for m in range(layers):
+                rows[chosen, p, m] += loads[i, p, m]
+                peak[chosen, m] = max(peak[chosen, m], rows[chosen, p, m])
+    return cell_of
+
+
+def drop_near_duplicates(sketches: list[np.ndarray], threshold: float) -> list[int]:
+    """Return the indices of layouts kept: each further than ``threshold`` from all kept before it."""
+    kept: list[int] = []
+    for k, sketch in enumerate(sketches):
+        if all(np.abs(sketch - sketches[other]).mean() > threshold for other in kept):
+            kept.append(k)
+    return kept
+
+
+def sketch_layout(costs: ProxyCosts, state: ProxyState, directions_FS: np.ndarray) -> np.ndarray:
+    """Return a layout's units as sorted projections of their features, [U, S]: a sliced-Wasserstein sketch.
+
+    Features are the unit's heaviest cell, its tokens and each layer's peak over ranks, over their mean. Two sketches
+    differ by the Wasserstein-1 distance of their units, averaged over directions, whatever the order of rows.
+    """
+    units = len(state.unit_j)
+    heaviest = state.cell_works[:, 0].reshape(units, -1).max(axis=1)
+    tokens = state.cell_tokens.reshape(units, -1).sum(axis=1)
+    features_UF = np.column_stack([heaviest, tokens, state.unit_rows.max(axis=1)]).astype(np.float64)
+    features_UF /= np.maximum(features_UF.mean(axis=0), 1.0)
+    return np.sort(features_UF @ directions_FS, axis=0)
+
+
+def sketch_directions(num_layers: int, rng: np.random.Generator) -> np.ndarray:
+    """Return random unit vectors over the features of a unit, [F, S]."""
+    directions = rng.standard_normal((2 + num_layers, SKETCH_DIRECTIONS))
+    return directions / np.linalg.norm(directions, axis=0)
+
+
 def solve_routepack(
     problem: Problem,
     stop: StopCriterion,
@@ -138,8 +276,7 @@ def solve_routepack(
     stop.reset()
     placement_LE, rng = lpt_placement(problem), np.random.default_rng(seed)
     chains, num_rows = _population(problem, ranks_of_slots(placement_LE, problem.num_ranks), params, seed, rng)
-    with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as pool:
-        _anneal_population(chains, stop, params, rng, pool)
+    _anneal_population(chains, stop, params, rng, num_threads or os.cpu_count() or 1)
     best = min(chains, key=lambda chain: tuple(chain.best.tolist()))
     return (*np.divmod(best.best_cell_of, problem.num_slots), num_rows), placement_LE
 
@@ -163,26 +300,28 @@ def _population(
 
 
 def _anneal_population(
-    chains: list[SwapChain],
-    stop: StopCriterion,
-    params: RoutePackParams,
-    rng: np.random.Generator,
-    pool: ThreadPoolExecutor,
+    chains: list[SwapChain], stop: StopCriterion, params: RoutePackParams, rng: np.random.Generator, threads: int
 ) -> None:
     """Run all chains at one temperature, lower it, resample their end states; until the budget is spent."""
     hot, cold = params.hot_temperature * UNIT_J, params.cold_temperature * UNIT_J
     proposals, leg, now = 0, params.leg, stop.progress(0)
     while leg > 1 and stop.progress(leg) > now + 1 / 16:
         leg //= 2
-    while now < 1.0:
-        temperature = hot * (cold / hot) ** now
-        list(pool.map(lambda chain, t=int(temperature): chain.run(t, leg), chains))
-        proposals += leg
-        now = stop.progress(proposals)
-        lower = hot * (cold / hot) ** min(1.0, now)
-        energies = np.array([int(chain.state.block_u.max()) for chain in chains], np.float64)
-        weights = np.exp(-(energies - energies.min()) * (1 / lower - 1 / temperature))
-        _take_parents(chains, systematic_resample(weights, rng.random()))
+    with ThreadPoolExecutor(threads) as pool:
+        while now < 1.0:
+            temperature = hot * (cold / hot) ** now
+            list(pool.map(lambda chain, t=int(temperature): chain.run(t, leg), chains))
+            proposals += leg
+            now = stop.progress(proposals)
+            lower = hot * (cold / hot) ** min(1.0, now)
+            energies = np.array([int(chain.state.block_u.max()) for chain in chains], np.float64)
+            weights = np.exp(-(energies - energies.min()) * (1 / lower - 1 / temperature))
+            parents = systematic_resample(weights, rng.random()).tolist()
+            dead = [k for k in range(len(chains)) if k not in parents]
+            twice = [k for n, k in enumerate(parents) if n and k == parents[n - 1]]
+            for k, parent in zip(dead, twice, strict=True):  # bests and random numbers stay
+                for mine, theirs in zip(chains[k].state, chains[parent].state, strict=True):
+                    mine[:] = theirs
 
 
 def systematic_resample(weights_K: np.ndarray, offset: float) -> np.ndarray:
@@ -193,15 +332,6 @@ def systematic_resample(weights_K: np.ndarray, offset: float) -> np.ndarray:
     edges = np.cumsum(weights_K) / weights_K.sum()
     pointers = (np.arange(len(weights_K)) + offset) / len(weights_K)
     return np.minimum(np.searchsorted(edges, pointers, side="right"), len(weights_K) - 1)
-
-
-def _take_parents(chains: list[SwapChain], parents_K: np.ndarray) -> None:
-    """Let members that died take the state of those that survive more than once; bests and random numbers stay."""
-    survivors = set(parents_K.tolist())
-    extra = [k for k in sorted(survivors) for _ in range(int((parents_K == k).sum()) - 1)]
-    for dead, parent in zip([k for k in range(len(chains)) if k not in survivors], extra, strict=True):
-        for mine, theirs in zip(chains[dead].state, chains[parent].state, strict=True):
-            mine[:] = theirs
 
 
 def solve_open_instruct(

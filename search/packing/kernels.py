@@ -5,9 +5,8 @@ one: a group, or all groups of a row where blocks are coupled layer by layer (FS
 of every group's EP ranks; a proposal changes two cells, hence at most two groups, and its delta is the difference of
 their units' costs, integer nanoseconds, equal to re-evaluating the whole plan.
 
-Every move is an exchange between two cells a and b: samples leave each for the other. ``Move`` holds what that changes:
-``diff`` [P, L] rows, tokens and core time that cell a gains and cell b loses. Relocation, swap, two for one and the
-swap of whole cells differ only in how they fill it.
+Every move is an exchange between two cells a and b: samples leave each for the other. Relocation, swap, two for one
+and the swap of whole cells differ only in how they fill ``Move``, what cell a gains and cell b loses.
 
 Shape suffixes: N samples, G groups, U units, D cells of all groups together (cell = group * S + slot in block), S cells
 of a group, P EP ranks, L MoE layers, C attention classes, K nodes of a table. Loads run [P, L], layers last, so that
@@ -159,8 +158,7 @@ def _objective_delta(state, blocks, block_a, delta_a, block_b, delta_b):
     """Return the change of the objective when two blocks change by so much (deltas add when they are the same)."""
     if blocks == 1:
         return 2 * (delta_a + delta_b)
-    old = np.int64(0)
-    new = np.int64(0)
+    old, new = np.int64(0), np.int64(0)
     for b in range(blocks):
         value = state.block_ns[b]
         old = max(old, value)
@@ -176,8 +174,7 @@ def _objective_delta(state, blocks, block_a, delta_a, block_b, delta_b):
 def _least_experts_ns(costs, state, group, gained, lost, sent):
     """Bound from below the time of a group's MoE layers after it gains one sample and loses another.
 
-    The rank that is hottest now gives the least that the hottest can have then: one number a layer, not P. The charge
-    above the receive cap is left out: it only adds.
+    The rank that is hottest now gives the least of the hottest then; the charge above the receive cap only adds.
     """
     loads, rows, hot = costs.loads, state.group_peak, state.group_hot
     shift, layer_ns = costs.rows_shift, costs.layer_ns
@@ -192,12 +189,11 @@ def _least_experts_ns(costs, state, group, gained, lost, sent):
 
 @njit(cache=True, nogil=True, inline="always")
 def move_delta_ns(costs, state, move, threshold, filled):
-    """Return the change of the objective by a move that keeps the cap, exact up to ``threshold``.
+    """Return the change of the objective by a move that keeps the cap, exact up to ``threshold``, else any above it.
 
-    Above it any number above it may be returned: most exchanges of a cold search cost more than they may, and are told
-    by their attention and the ranks that are hottest now, so that ``move.diff`` is filled only for the others. Moves of
-    more samples come ``filled`` and are always priced whole. Inside one group the loads of ranks stay as they are, so
-    that only attention is priced.
+    Most exchanges of a cold search cost more than they may and are told by attention and today's hottest ranks:
+    ``move.diff`` is filled only for the others. Moves of more samples come ``filled`` and are priced whole. Inside one
+    group the loads of ranks stay, so that only attention is priced.
     """
     cells, groups, blocks = costs.group_cells, costs.unit_groups, costs.blocks
     group_a, group_b = move.cells[0] // cells, move.cells[1] // cells

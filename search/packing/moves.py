@@ -146,17 +146,15 @@ def fill_exchange(costs, move, source, i, j, target):
 def anneal(costs, state, best_cell_of, rng, temperature_ns, proposals, limits, best, refused):
     """Make ``proposals`` draws at one temperature; keep the best packing seen in ``best_cell_of`` and ``best`` [1].
 
-    ``refused`` [any] takes the last prices (or lower bounds of them) that were too high.
-    ``limits`` [7] holds the cap, the shares of moves and the equal-count mode (see RELOCATE, SAME_SLOT). Returns (moves
-    priced, moves made).
+    ``refused`` [any] takes the last prices (or lower bounds of them) that were too high; ``limits`` [7] is
+    the cap, then see RELOCATE. Returns (moves priced, moves made).
     """
     current = objective(costs, state)
     move = new_move(costs)
     lengths = costs.lengths
     cell_of, cell_tokens, cell_count = state.cell_of, state.cell_tokens, state.cell_count
     drawn, tries = np.int64(0), 0
-    priced = 0
-    made = 0
+    priced, made = 0, 0
     special = limits[WITHIN] + limits[TWO] + limits[CELLS]
     for _ in range(proposals):
         affordable = random_threshold(rng, temperature_ns) if temperature_ns > 0 else np.int64(0)

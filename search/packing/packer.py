@@ -1,4 +1,4 @@
-"""Pack samples into rows and slots under a fixed placement: state for the kernels and one annealing leg.
+"""Pack samples into rows and slots under a fixed placement: state for the kernels and annealing.
 
 A *cell* number here is ``unit * S + slot in block`` with ``unit = row * B + block``, which equals ``row * D + slot``.
 """
@@ -42,7 +42,7 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
         layer_ns=np.concatenate([problem.expert_ns + problem.exchange_ns, problem.expert_ns]),
         tokens_shift=tables.tokens_shift,
         rows_shift=tables.rows_shift,
-        sent_num=problem.top_k * topology.blocks_per_slot,
+        sent_num=problem.spec.top_k * topology.blocks_per_slot,
         sent_den=topology.ranks_per_slot,
         group_cells=topology.slots_per_block,
         unit_groups=problem.blocks_per_unit,
@@ -55,20 +55,20 @@ def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
 
 def pack_state(problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows: int) -> PackState:
     """Return the state of a packing given by the cell of each sample, [N]."""
-    cells, groups = num_rows * problem.num_slots, num_rows * problem.num_blocks
-    units = groups // problem.blocks_per_unit
-    per_cell = min(problem.num_samples, problem.max_tokens // max(1, int(problem.lengths.min())))
+    cells, groups, layers = num_rows * problem.num_slots, num_rows * problem.num_blocks, problem.num_layers
+    (samples, classes), units = problem.sequence_ns.shape, groups // problem.blocks_per_unit
+    per_cell = min(samples, problem.max_tokens // max(1, int(problem.lengths.min())))
     state = PackState(
         cell_of=cell_of[costs.order].astype(np.int64),
         members=np.zeros((cells, per_cell + 1), np.int64),
-        place_of=np.zeros(problem.num_samples, np.int64),
+        place_of=np.zeros(samples, np.int64),
         cell_count=np.zeros(cells, np.int64),
         cell_tokens=np.zeros(cells, np.int64),
-        core_ns=np.zeros((cells, problem.sequence_ns.shape[1]), np.int64),
-        cell_ns=np.zeros((problem.sequence_ns.shape[1], cells), np.int64),
-        group_rows=np.zeros((groups, problem.num_ranks, problem.num_layers), np.int32),
-        group_peak=np.zeros((groups, problem.num_layers), np.int32),
-        group_hot=np.zeros((groups, problem.num_layers), np.int32),
+        core_ns=np.zeros((cells, classes), np.int64),
+        cell_ns=np.zeros((classes, cells), np.int64),
+        group_rows=np.zeros((groups, problem.num_ranks, layers), np.int32),
+        group_peak=np.zeros((groups, layers), np.int32),
+        group_hot=np.zeros((groups, layers), np.int32),
         unit_ns=np.zeros(units, np.int64),
         unit_experts=np.zeros((units, 3), np.int64),
         block_ns=np.zeros(problem.num_blocks // problem.blocks_per_unit, np.int64),
@@ -81,13 +81,7 @@ class PackChain:
     """Anneal one packing; ``best_cell_of`` is always the best packing seen and always feasible."""
 
     def __init__(
-        self,
-        problem: Problem,
-        costs: PackCosts,
-        cell_of: np.ndarray,
-        num_rows: int,
-        rng: np.ndarray,
-        bound_ns: int = 0,
+        self, problem: Problem, costs: PackCosts, cell_of: np.ndarray, num_rows: int, rng: np.ndarray, bound_ns: int = 0
     ) -> None:
         self.problem, self.num_rows, self.rng, self.bound_ns = problem, num_rows, rng, bound_ns
         self.best_cell_of = cell_of

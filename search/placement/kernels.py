@@ -159,8 +159,7 @@ def improve_layer(costs, rank_of, home, rng, schedule):
     cold_ns = hot_ns // 100
     order, place = _by_load(costs.counts)
     current = state.unit_ns.sum() + move_ns * np.int64((rank_of != home).sum())
-    best = current
-    best_rank_of = rank_of.copy()
+    best, best_rank_of = current, rank_of.copy()
     experts = rank_of.size
     window = max(1, experts // WINDOW_SHARE)
     for step in range(proposals):

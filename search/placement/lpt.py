@@ -11,17 +11,13 @@ from search.problem import Problem
 
 @njit(cache=True, nogil=True)
 def lpt_layer(totals, num_ranks):
-    """Return the rank of each expert, [E], of one layer with these step totals [E].
+    """Return the rank of each expert, [E], of one layer by its step totals [E] (RoutePack; EPLB without replicas).
 
-    Longest processing time first with equal counts (RoutePack's and EPLB's rule without replicas): the heaviest expert
-    goes first, to the lightest rank with a free place; ties by id.
+    The heaviest expert goes first, to the lightest rank with a free place; ties by id.
     """
-    experts = totals.size
-    rank_of = np.zeros(experts, np.int64)
-    load = np.zeros(num_ranks, np.int64)
-    count = np.zeros(num_ranks, np.int64)
-    order = np.argsort(-totals, kind="mergesort")
-    for e in order:
+    experts, rank_of = totals.size, np.zeros(totals.size, np.int64)
+    load, count = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    for e in np.argsort(-totals, kind="mergesort"):
         lightest = -1
         for p in range(num_ranks):
             if count[p] < experts // num_ranks and (lightest < 0 or load[p] < load[lightest]):

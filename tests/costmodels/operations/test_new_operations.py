@@ -13,7 +13,7 @@ from costmodels.learned.baseline import fit_baseline, scaled_defaults
 from costmodels.operations import OPERATIONS
 from profiler import RoutePackError, Topology
 from search import PlannerParams, StepBatch, plan_step
-from search.placement.movement import expert_move_ns
+from search.placement.placer import expert_move_ns
 
 TOPOLOGY = Topology(data_parallel_size=4, expert_model_parallel_size=4)
 LINEAR = {

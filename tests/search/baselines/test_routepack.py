@@ -18,15 +18,25 @@ from profiler import RoutePackError, Topology
 from search import StepBatch, StopCriterion, build_problem, evaluate
 from search.baselines.frameworks import largest_cell_tokens
 from search.baselines.routepack import (
+    BEST_FIT,
+    FIRST_FIT,
     UNIT_J,
     RoutePackParams,
     SwapChain,
+    _fit,
+    _insert_by_peaks,
     attention_proxy,
+    drop_near_duplicates,
+    fill_empty_cells,
     proxy_costs,
     proxy_state,
+    seed_layouts,
+    sketch_directions,
+    sketch_layout,
     solve_open_instruct,
     solve_routepack,
     systematic_resample,
+    windowed_order,
 )
 from search.baselines.routepack_kernels import (
     _propose_swap,
@@ -36,18 +46,6 @@ from search.baselines.routepack_kernels import (
     swap_apply,
     swap_chain,
     swap_delta,
-)
-from search.baselines.routepack_seeds import (
-    BEST_FIT,
-    FIRST_FIT,
-    _fit,
-    _insert_by_peaks,
-    drop_near_duplicates,
-    fill_empty_cells,
-    seed_layouts,
-    sketch_directions,
-    sketch_layout,
-    windowed_order,
 )
 from search.kernels import seed_state
 from search.packing.bins import pack_ffd

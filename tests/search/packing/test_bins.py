@@ -10,11 +10,12 @@ from search.packing.bins import (
     fill_bins,
     first_fit_decreasing,
     karmarkar_karp,
+    pack_balanced,
     pack_ffd,
     pack_karmarkar_karp,
+    pack_staircase,
     sample_flops,
 )
-from search.packing.seeds import pack_balanced, pack_staircase
 from search.placement.lpt import lpt_placement
 from search.problem import row_range
 

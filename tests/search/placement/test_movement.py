@@ -12,7 +12,7 @@ from profiler import RoutePackError, Topology
 from profiler.model_spec import STATE_BYTES
 from search import PlannerParams, plan_step
 from search.placement.lpt import placement_of_ranks, ranks_of_slots
-from search.placement.movement import list_moves, relabelled, residence_of, stage_of_layers
+from search.placement.placer import list_moves, relabelled, residence_of, stage_of_layers
 from search.problem import build_problem
 
 PARAMS = PlannerParams(max_iterations=20_000, placement_swaps=1000, starts=2)
@@ -69,7 +69,7 @@ def test_stages_move_at_the_same_time():
         tables, params = make_tables(np.random.default_rng(1), spec, stages, 64), replace(PARAMS, link_gbytes_per_s=1.0)
         batch = make_batch(np.random.default_rng(0), spec, [8] * 4)
         problem = build_problem(batch, tables, spec, stages, 64, params)
-        moves, assumed = list_moves(old, new, problem, spec)
+        moves, assumed = list_moves(old, new, problem)
         assert moves.seconds == pytest.approx(one_after_another * each_s)
         assert assumed == []
 
@@ -84,7 +84,7 @@ def test_a_move_costs_a_stage_as_much_as_it_takes(seed, stages):
     params = replace(PARAMS, stickiness=1.0, horizon_steps=1.0, link_gbytes_per_s=1.0)
     problem = build_problem(batch, tables, spec, topology, 64, params)
     first = plan_step(batch, tables, spec, topology, 64, replace(PARAMS, max_iterations=100, placement_swaps=10))
-    home = residence_of(first, problem, spec)
+    home = residence_of(first, problem)
     assert home.move_ns == spec.expert_bytes(1) * problem.num_blocks
 
 
