@@ -39,13 +39,7 @@ class Planner:
         return self.tables, self.spec, self.topology, self.max_tokens, self.params
 
     def batch(self, **arrays: np.ndarray) -> StepBatch:
-        """Check the arrays of one step (the names of a step batch file) and return the batch.
-
-        Raises
-        ------
-        RoutePackError
-            Naming the sample, the layer and the value that cannot be right.
-        """
+        """Check the arrays of one step (the names of a step batch file) and return the batch."""
         return batch_from_arrays(arrays, self.spec)
 
     def plan(

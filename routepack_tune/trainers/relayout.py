@@ -37,23 +37,12 @@ def to_physical(state: ExpertState, plan: Plan, layer_of: Callable[[str], int]) 
     ----------
     layer_of
         The MoE layer (its number among MoE layers) of a tensor, from its name.
-
-    Raises
-    ------
-    RoutePackError
-        If the state is already laid out, for this or another placement, or a tensor has another number of experts.
     """
     return _reordered(state, plan.physical_to_logical(), layer_of, LOGICAL, plan.placement_id)
 
 
 def to_logical(state: ExpertState, plan: Plan, layer_of: Callable[[str], int]) -> ExpertState:
-    """Return state in logical order; the inverse of :func:`to_physical` for the same plan.
-
-    Raises
-    ------
-    RoutePackError
-        If the state is laid out for another placement than this plan's.
-    """
+    """Return state in logical order; the inverse of :func:`to_physical` for the same plan."""
     return _reordered(state, plan.placement_LE, layer_of, plan.placement_id, LOGICAL)
 
 
