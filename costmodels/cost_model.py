@@ -27,7 +27,7 @@ from costmodels.tables import StepTables, npz_bytes, read_npz
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
 from profiler.files import content_hash, file_hash, new_folder, read_json, write_bytes, write_json
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 COST_MODEL_FILE, TABLES_FILE = "costmodel.json", "tables.npz"
 PLAIN = ("max_tokens", "data_hash", "provenance", "table_errors")
 PLAIN_MODEL = ("direction", "empty_us", "rows", "flagged_rows", "reasons", "validation", "mixes")
