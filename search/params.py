@@ -117,10 +117,6 @@ class Range:
     log: bool = False
     integer: bool = False
 
-    def holds(self, value: float) -> bool:
-        """Tell whether a value lies in the range and is of its kind."""
-        return self.low <= value <= self.high and (not self.integer or value == int(value))
-
 
 TUNABLE: dict[str, Range] = {
     "max_iterations": Range(10_000, 4_000_000, log=True, integer=True),

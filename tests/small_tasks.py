@@ -20,14 +20,14 @@ HIDDEN_S = 1e6
 """Hides all planning, so that values do not depend on the machine."""
 
 
-def make_task(batches=4, cap=64, seed=0, enqueue=(), tables_by_cap=None, **params):
+def make_task(batches=4, cap=64, seed=0, enqueue=(), **params):
     rng = np.random.default_rng(0)
     spec, topology = make_spec(), TOPOLOGIES[0]
     made = tuple(make_batch(rng, spec, rng.integers(2, 30, 12)) for _ in range(batches))
     base = PlannerParams(max_iterations=1000, starts=1, placement_swaps=50)
     names, tables = tuple(f"step{i}" for i in range(batches)), make_tables(rng, spec, topology, 64)
     given = TuneParams(**{"hidden_planning_s": HIDDEN_S, "holdout_seeds": 2, **params})
-    by_cap = dict.fromkeys(given.caps, tables) if tables_by_cap is None else tables_by_cap
+    by_cap = dict.fromkeys(given.caps, tables)
     return TuneTask(names, made, tables, spec, topology, cap, base, given, seed, by_cap, tuple(enqueue))
 
 

@@ -86,25 +86,7 @@ class TuneTask:
     tables_by_cap: Mapping[int, StepTables] = field(default_factory=dict)
     """Frozen times for every further cap of ``params.caps``."""
     enqueue: tuple[Mapping[str, Any], ...] = ()
-    """Settings to try right after the defaults, such as the best of other clusters; other keys stay as in ``base``."""
-
-    def __post_init__(self) -> None:
-        if missing := [cap for cap in self.caps if cap != self.max_tokens and cap not in self.tables_by_cap]:
-            raise RoutePackError(
-                f"Caps {', '.join(map(str, missing))} have no frozen times. Freeze the cost model for each cap, or "
-                "take them out of caps."
-            )
-        for name, value in ((name, value) for setting in self.enqueue for name, value in setting.items()):
-            if name == CAP:
-                holds, wanted = value in self.caps, f"one of the caps {', '.join(map(str, self.caps))}"
-            elif knob := self.space.get(name):
-                holds, wanted = knob.holds(value), f"in {knob.low} to {knob.high}{', whole' if knob.integer else ''}"
-            else:
-                holds, wanted = False, f"one of the knobs {', '.join(self.space)}"
-            if not holds:
-                raise RoutePackError(
-                    f"Enqueued setting {name} = {value}: expected {wanted}. Change it, or leave it out."
-                )
+    """Settings of knobs inside ``space`` to try right after the defaults, such as the best of other clusters."""
 
     @property
     def num_holdout(self) -> int:
