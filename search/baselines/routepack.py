@@ -1,10 +1,9 @@
 """RoutePack (arXiv 2608.12146), written from its description: what the project must reproduce and then beat.
 
-Open-instruct's much shorter search, at the end, swaps samples by the same kernels.
-
 Experts are placed once, per layer by LPT on step totals. In the least rows that a capped packing is found for, diverse
 layouts become a population of swap chains at one temperature, which falls while their end states are resampled
 (population annealing). Layouts are scored by unit-free proxies (``search/baselines/routepack_kernels.py``).
+Open-instruct's much shorter search, at the end, swaps samples by the same kernels.
 """
 
 from __future__ import annotations

@@ -3,10 +3,21 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from oracles import wall_ns_slow
-from strategies import problems, random_packing, random_placement, random_rows
+from strategies import (
+    TOPOLOGIES,
+    make_batch,
+    make_spec,
+    make_tables,
+    problems,
+    random_packing,
+    random_placement,
+    random_rows,
+)
 
+from search import build_problem
 from search.evaluate import evaluate
 from search.kernels import random_below, random_threshold, sample_rank_rows, seed_state
 from search.packing.kernels import fill_state, objective
@@ -57,6 +68,17 @@ def draw(problem, costs, state, rng, kind, temperature=10**15):
     limits, after, refused = np.array([problem.max_tokens, *KINDS[kind], 0]), np.array([1 << 62]), np.zeros(1, np.int64)
     priced, made = anneal(costs, state, state.cell_of.copy(), rng, temperature, 1, limits, after, refused)
     return priced, made, int(after[0]), int(refused[0])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    """Compile outside of Hypothesis, which slows it down."""
+    rng, spec = np.random.default_rng(0), make_spec()
+    batch, tables = make_batch(rng, spec, [9] * 8), make_tables(rng, spec, TOPOLOGIES[0], 64)
+    drawn = build_problem(batch, tables, spec, TOPOLOGIES[0], 64), rng
+    problem, _, _, _, costs, state = start(drawn)
+    for loads in (costs.loads, costs.loads.astype(np.int32)):
+        draw(problem, costs._replace(loads=loads), state, seed_state(1), "one")
 
 
 @given(problems())
