@@ -21,7 +21,7 @@ from search.bounds import lower_bound_ns
 from search.evaluate import evaluate
 from search.kernels import seed_state
 from search.packing.bins import equalised, pack_balanced, pack_ffd, pack_staircase
-from search.packing.packer import COLD, HOT, LEG_PROPOSALS, PackChain, pack_costs
+from search.packing.packer import LEG_PROPOSALS, PackChain, pack_costs
 from search.params import PlannerParams, StopCriterion
 from search.placement.lpt import first_ranks, identity_placement, placement_of_ranks
 from search.placement.placer import (
@@ -183,7 +183,7 @@ def _seed_packings(
         chains = [PackChain(problem, costs, cell_of, rows, seed_state(seed, rows)) for cell_of in packings]
         budget = PROBE_LEGS * LEG_PROPOSALS
         for chain in chains:
-            chain.run(COLD, 1.0, lambda proposals, *_: proposals / budget)
+            chain.run(params.cold_temperature, 1.0, lambda proposals, *_: proposals / budget)
         best = min(chains, key=lambda chain: int(chain.best[0]), default=None)
         return None if best is None else (int(best.best[0]), rows, best.best_cell_of)
 
@@ -214,7 +214,7 @@ class _Chain:
         rank_LE = self._place(num_rows, cell_of, self.starts, few, seed_state(seed, number, 0))
         rng = seed_state(seed, number, 1)
         chain = PackChain(problem, pack_costs(problem, rank_LE), cell_of, num_rows, rng, self.bound_ns)
-        hot = HOT * START_SPREAD**number * chain.roughness()
+        hot = params.hot_temperature * START_SPREAD**number * chain.roughness()
         for turn in range(params.alternations):
             last = turn == params.alternations - 1
             share = params.first_share + (1 - params.first_share) * turn / max(1, params.alternations - 1)
@@ -242,7 +242,7 @@ class _Chain:
         costs, gone = layer_costs(self.problem, cell_of, num_rows), self.stop.progress(made)
         time_gone = self.stop.progress(0)  # looked at last: under wall time alone it is no less
         room = PLACEMENT_SHARE * time_gone if made and time_gone >= gone else 0.0
-        given = (self.problem.num_ranks, self.home, int(rng[0] >> np.uint64(1)))
+        given = (self.problem, self.home, int(rng[0] >> np.uint64(1)))
 
         def improve(layer: int, ranks: np.ndarray, swaps: int) -> tuple[int, np.ndarray]:
             return improved(costs[layer], *given, layer, ranks, swaps)

@@ -21,8 +21,24 @@ class PlannerParams:
     """Share of a chain's budget spent before its first row-aware placement."""
     extra_rows: int = 6
     """Rows above the least number that are tried."""
+    hot_temperature: float = 30.0
+    """First temperature of packing, in units of the lowest decile of the prices a cold leg refuses."""
+    cold_temperature: float = 2e-5
+    """Last temperature of packing, as a share of the mean time of a (row, block)."""
+    relocate_share: float = 0.15
+    """Share of proposals that move one sample instead of swapping two."""
+    similar_share: float = 0.5
+    """Share of proposals that swap samples of similar length."""
+    within_share: float = 0.15
+    """Share of proposals between cells of one row and block, which are cheap; drawn before the others."""
+    two_share: float = 0.2
+    """Share of proposals that exchange one sample for two, likewise."""
+    cell_share: float = 0.04
+    """Share of proposals that swap whole cells between rows or blocks, likewise."""
     placement_swaps: int = 50_000
     """Expert swaps proposed per layer after packing (before it a fifth); wall time lowers or raises them."""
+    placement_temperature: float = 2e-3
+    """First temperature of the placement, as a share of a layer's mean time in one (row, block)."""
     horizon_steps: float = 10.0
     """Steps over which a new placement must pay for moving its experts."""
     stickiness: float = 2.5
@@ -48,10 +64,15 @@ class PlannerParams:
             if not (low <= value <= high and math.isfinite(value)):
                 expected = f">= {low} and finite" if high == math.inf else f"between {low} and {high}"
                 raise ValueError(f"Expected {field.name} {expected}, got {value}.")
+        for names in (("within_share", "two_share", "cell_share"), ("relocate_share", "similar_share")):
+            shares = [getattr(self, name) for name in names]
+            if sum(shares) > 1:
+                raise ValueError(f"Expected {' + '.join(names)} <= 1, got {' + '.join(map(str, shares))}.")
 
 
-_LIMITS: dict[str, tuple[float, float]] = {"receive_slack": (0, 0.99), "first_share": (0, 1)}
+_LIMITS: dict[str, tuple[float, float]] = {"receive_slack": (0, 0.99)}
 _LIMITS |= dict.fromkeys(("max_iterations", "starts", "alternations", "sequence_alignment"), (1, math.inf))
+_LIMITS |= {name: (0, 1) for name in PlannerParams.__dataclass_fields__ if name.endswith("_share")}
 """Least and most of each setting, both allowed; the others are 0 or more."""
 
 
@@ -126,8 +147,8 @@ TUNABLE: dict[str, Range] = {
     "placement_swaps": Range(1_000, 200_000, log=True, integer=True),
     "stickiness": Range(0.25, 10.0, log=True),
 }
-"""The knobs that buy step time with planning time or moves. The others are facts of the job, and alternations, which
-like temperatures and shares of moves change a plan by 0.03 % (experiments/LOG.md)."""
+"""The knobs that buy step time with planning time or moves. The others are settings: shares of moves, temperatures and
+alternations change a plan by 0.03 % (experiments/LOG.md), the rest are facts of the job."""
 
 
 def tunable_ranges(base: PlannerParams) -> dict[str, Range]:

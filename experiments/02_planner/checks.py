@@ -23,7 +23,7 @@ from regimes import HERE, Instance, Regime, load_instance, load_tables, with_lay
 from search import Plan, PlannerParams
 from search.joint import SEEDS, row_candidates
 from search.kernels import seed_state
-from search.packing.packer import COLD, HOT, PackChain, pack_costs
+from search.packing.packer import PackChain, pack_costs
 from search.placement.lpt import identity_placement, lpt_placement, ranks_of_slots
 
 DRIFT_STEPS, DRIFT_SEEDS, DRIFT_BUDGET_S = 10, 2, 2.0
@@ -142,8 +142,8 @@ def _speed(regime: Regime) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in ("whole schedule", "cold"):
         chain = PackChain(problem, costs, cell_of, rows, seed_state(1))
-        whole = HOT * chain.roughness()
-        hot = whole if name == "whole schedule" else COLD
+        whole = problem.params.hot_temperature * chain.roughness()
+        hot = whole if name == "whole schedule" else problem.params.cold_temperature
         chain.run(hot, 1.0, lambda proposals, *_: proposals / 10_000)
         chain = PackChain(problem, costs, chain.best_cell_of, rows, seed_state(2))
         start = time.process_time()

@@ -15,9 +15,6 @@ from search.packing.kernels import Move, fill_rows, move_apply, move_delta_ns, o
 RELOCATE, SIMILAR, WITHIN, TWO, CELLS, SAME_SLOT = range(1, 7)
 """Places in ``limits``, after the cap: the shares of moves, in 1/1024, and D where samples must stay on their DP slot
 unless swapped one for one, else 0."""
-SHARES = (154, 512, 154, 205, 41)
-"""One sample moves, two of similar length change places (else any two); drawn before these: exchanges inside a row and
-block, which are cheap, one sample for two, and whole cells."""
 TRIES = 4
 """Partners tried in turn for a sample drawn, while its loads are in the cache."""
 

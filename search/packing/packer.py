@@ -12,15 +12,11 @@ import numpy as np
 
 from search.kernels import sample_rank_rows
 from search.packing.kernels import PackCosts, PackState, fill_state, objective
-from search.packing.moves import SHARES, anneal
+from search.packing.moves import anneal
 from search.problem import Problem
 
 LEG_PROPOSALS = 4096
 """Proposals at one temperature between two looks at the budget."""
-HOT = 30.0
-"""First temperature, in units of :meth:`PackChain.roughness`."""
-COLD = 2e-5
-"""Last temperature, as a share of the mean time of a (row, block)."""
 AMPLE = 200
 """Proposals a sample from which on a chain starts as hot as it is told; with fewer it could not cool what it stirs."""
 
@@ -87,8 +83,9 @@ class PackChain:
         self.best_cell_of = cell_of
         self.proposals = self.idle = self.priced = 0
         self._refused = np.zeros(LEG_PROPOSALS // 2, np.int64)
-        same_slot = problem.num_slots if problem.params.equal_samples else 0
-        self._limits = np.array([problem.max_tokens, *SHARES, same_slot], np.int64)
+        params, same_slot = problem.params, problem.num_slots if problem.params.equal_samples else 0
+        shares = [getattr(params, f"{kind}_share") for kind in ("relocate", "similar", "within", "two", "cell")]
+        self._limits = np.array([problem.max_tokens, *(round(1024 * share) for share in shares), same_slot], np.int64)
         self._load(costs)
 
     def _load(self, costs: PackCosts) -> None:
@@ -111,14 +108,14 @@ class PackChain:
 
         That is how high the steps are that annealing must climb: it differs tenfold between workloads.
         """
-        self._anneal(int(2 * self._mean_ns() * COLD))
+        self._anneal(int(2 * self._mean_ns() * self.problem.params.cold_temperature))
         prices = np.sort(self._refused[self._refused > 0])
         return float(prices[len(prices) // 10]) / (2 * self._mean_ns()) if len(prices) else 0.0
 
     def run(self, hot: float, until: float, progress: Callable[..., float]) -> None:
         """Anneal from ``hot`` to the cold temperature (shares of a unit's mean time) until that progress."""
         mean_ns, begin = self._mean_ns(), self._gone(progress)
-        cold = min(hot, COLD) or 1e-12
+        cold = min(hot, self.problem.params.cold_temperature) or 1e-12
         legs = 0
         while (now := self._gone(progress)) < until:
             if legs == 1 and now > begin:  # the first leg, cold, shows how many proposals the budget holds

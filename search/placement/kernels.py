@@ -20,8 +20,6 @@ from numba import njit
 from costmodels import lookup_ns
 from search.kernels import layer_time_ns, over_cap_ns, random_below, random_threshold
 
-HOT = 2e-3
-"""First temperature, as a share of a layer's mean time in one (row, block); the last is a hundredth of it."""
 SIMILAR_OF_8 = 7
 """Of eight swaps, how many are drawn between experts of similar load; the others between any two."""
 WINDOW_SHARE = 16
@@ -150,12 +148,13 @@ def _by_load(counts):
 def improve_layer(costs, rank_of, home, rng, schedule):
     """Anneal the placement of one layer in place and return its price; ``rank_of`` ends as the best placement seen.
 
-    ``home`` [E] is the rank where each expert's weights lie now; ``schedule`` = (ranks, proposals, price ns of one
-    away from it). The price is the layer's time plus that of moving experts, so that only moves that pay are made.
+    ``home`` [E] is the rank where each expert's weights lie now; ``schedule`` = (ranks, proposals, first temperature as
+    a share of a unit's mean time, price ns of one away from home). The price is the layer's time plus that of moving
+    experts, so that only moves that pay are made.
     """
-    num_ranks, proposals, move_ns = schedule
+    num_ranks, proposals, hot, move_ns = schedule
     state = fill_layer(costs, rank_of, num_ranks)
-    hot_ns = np.int64(state.unit_ns.sum() // state.unit_ns.size * HOT)
+    hot_ns = np.int64(state.unit_ns.sum() // state.unit_ns.size * hot)
     cold_ns = hot_ns // 100
     order, place = _by_load(costs.counts)
     current = state.unit_ns.sum() + move_ns * np.int64((rank_of != home).sum())

@@ -138,15 +138,16 @@ def layer_costs(problem: Problem, cell_of: np.ndarray, num_rows: int) -> list[La
 
 
 def improved(
-    costs: LayerCosts, num_ranks: int, residence: Residence | None, seed: int, layer: int, ranks: np.ndarray, swaps: int
+    costs: LayerCosts, problem: Problem, home: Residence | None, seed: int, layer: int, ranks: np.ndarray, swaps: int
 ) -> tuple[int, np.ndarray]:
     """Return the price and ranks of a layer after swap search from ``ranks`` [E]; never worse than it.
 
-    The price is the layer's time plus the residence's price of every expert away from home.
+    The price is the layer's time plus the price of every expert away from home.
     """
     better = ranks.copy()
-    home, move_ns = (better, 0) if residence is None else (residence.rank_LE[layer], residence.move_ns)
-    return int(improve_layer(costs, better, home, seed_state(seed, layer), (num_ranks, swaps, move_ns))), better
+    home_E, move_ns = (better, 0) if home is None else (home.rank_LE[layer], home.move_ns)
+    schedule = (problem.num_ranks, swaps, problem.params.placement_temperature, move_ns)
+    return int(improve_layer(costs, better, home_E, seed_state(seed, layer), schedule)), better
 
 
 def place_rows(

@@ -53,7 +53,7 @@ def test_model_path_is_relative_to_the_file(job, monkeypatch):
         (GOOD.replace("1024", "0"), ["max_tokens_per_microbatch", "got 0"]),
         (GOOD.replace("1024", "'1024'"), ["integer", "'1024'"]),
         (GOOD.replace("1024", "true"), ["integer", "True"]),
-        (GOOD + "planner: {horizon_steps: .inf}\n", ["planner.horizon_steps", "inf"]),
+        (GOOD + "planner: {hot_temperature: .inf}\n", ["planner.hot_temperature", "inf"]),
         (GOOD + "planner: {max_iterations: 2.5}\n", ["planner.max_iterations", "2.5"]),
         (GOOD + "planner: {max_iterations: 0}\n", ["max_iterations >= 1", "got 0"]),
         (GOOD + "planner: 3\n", ["planner", "mapping"]),

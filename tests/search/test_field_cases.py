@@ -72,3 +72,6 @@ def test_stop_criteria_end_the_search_with_a_feasible_plan(stop, name):
 def test_nonsense_budgets_are_refused(limit, value):
     with pytest.raises(ValueError, match=f"Expected {limit.replace('_', ' ')} "):
         StopCriterion(**{limit: value})
+    if limit != "gap_below":
+        with pytest.raises(ValueError, match=f"Expected {limit.replace('_', ' ')} "):
+            StopCriterion(**{limit: 0.0})

@@ -199,7 +199,7 @@ def test_improved_layer_is_no_worse_and_a_bijection(drawn):
     for costs, rank_of in zip(layer_costs(problem, state.cell_of, rows), ranks, strict=True):
         home = rng.permutation(rank_of)
         before = layer_ns(problem, costs, rank_of) + move_ns * (rank_of != home).sum()
-        price = improve_layer(costs, rank_of, home, seed_state(2), (problem.num_ranks, 300, move_ns))
+        price = improve_layer(costs, rank_of, home, seed_state(2), (problem.num_ranks, 300, 2e-3, move_ns))
         assert price == layer_ns(problem, costs, rank_of) + move_ns * (rank_of != home).sum() <= before
         assert (np.bincount(rank_of) == problem.num_experts // problem.num_ranks).all()
 
