@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option, Typer
 
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 from routepack_tune import api, summaries
 from routepack_tune.bundle import load_planner, untuned_planner
 from routepack_tune.config import load_config
@@ -163,10 +163,8 @@ def _budget(max_runtime: float | None, max_iterations: int | None) -> StopCriter
 
     if max_runtime is not None and max_iterations is not None:
         raise RoutePackError("Give --max-runtime or --max-iterations, not both.")
-    try:
+    with explained(of=ValueError):
         return StopCriterion(max_iterations=max_iterations, max_runtime=max_runtime)
-    except ValueError as error:
-        raise RoutePackError(str(error)) from None
 
 
 def _planner(bundle: Path | None, costmodel: Path | None, config: Path | None, allow_mismatch: bool) -> Planner:

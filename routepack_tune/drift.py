@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 from profiler.files import file_hash, write_json
 from routepack_tune.bundle import (
     PLANNER_FILE,
@@ -199,7 +199,7 @@ def _given_plan(path: Path, planner: Planner, batch: StepBatch, name: str) -> Pl
     """Read the plan that ran; it must be of the bundle's job and of the batch's samples."""
     from search import Plan, check_plan
 
-    try:
+    with explained(f"Plan of step {name!r}, {path}, does not fit: "):
         plan = Plan.load(path)
         if plan.topology != planner.topology or plan.max_tokens != planner.max_tokens:
             raise RoutePackError("it is for another topology or token cap than the bundle.")
@@ -207,8 +207,6 @@ def _given_plan(path: Path, planner: Planner, batch: StepBatch, name: str) -> Pl
         if stated != batch.data_hash or plan.sample_ids != tuple(map(str, batch.sample_ids)):
             raise RoutePackError("it was made for other samples.")
         check_plan(plan, batch.lengths, planner.spec.num_experts)
-    except RoutePackError as error:
-        raise RoutePackError(f"Plan of step {name!r}, {path}, does not fit: {error}") from None
     return plan
 
 

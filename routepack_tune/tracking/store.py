@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from profiler.errors import RoutePackError
 from routepack_tune.config import check_tracking_uri, without_password
 
 DATABASE = "mlflow.db"
@@ -64,10 +63,7 @@ def tracking_uri(configured: str, folder: Path | str) -> str:
     if configured:
         return configured
     wanted = os.environ.get("MLFLOW_TRACKING_URI", "").strip()
-    try:
-        check_tracking_uri(wanted)
-    except ValueError as error:
-        raise RoutePackError(f"MLFLOW_TRACKING_URI: {error}") from None
+    check_tracking_uri(wanted, "MLFLOW_TRACKING_URI")
     return wanted or own_uri(folder)
 
 

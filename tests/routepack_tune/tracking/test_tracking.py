@@ -357,7 +357,7 @@ def test_folder_stores_are_refused_before_any_work(job, monkeypatch, tmp_path):
         tune(job.steps, job.costmodel, job.config, tmp_path / "study")
     assert not (tmp_path / "study").exists()
     for uri in ("mlruns", "file:///a", "./x"):
-        with pytest.raises(ValueError, match="folder store"):
+        with pytest.raises(RoutePackError, match="folder store"):
             check_tracking_uri(uri)
     for uri in ("", "sqlite:///x.db", "http://127.0.0.1:5000", "postgresql://a@b/c", "databricks", "databricks://p"):
         check_tracking_uri(uri)
