@@ -19,15 +19,13 @@ from routepack_tune.config import load_config
 from routepack_tune.drift import check
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
-from routepack_tune.study.verbs import deploy, tune
+from routepack_tune.study.verbs import Paths, deploy, tune
 from routepack_tune.tracking.registry import rollback
 
 if TYPE_CHECKING:
     from costmodels import CostModel
     from profiler import Measurements, Observer
     from search import Plan, StopCriterion
-
-Paths = Path | str | Sequence[Path | str]
 
 __all__ = ["check", "deploy", "fit", "plan", "profile", "rollback", "tune"]
 

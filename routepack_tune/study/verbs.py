@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ from routepack_tune.study.folder import (
     locked_study,
     read_study,
     set_aside,
-    study_name,
     tables_file,
 )
 
@@ -86,7 +84,8 @@ def tune(
     task, files = _tune_task(steps, costmodel, settings, seed)
     task = dataclasses.replace(task, enqueue=tuple(best_setting(path, task) for path in warm_start))
     with locked_study(out):
-        name, where = study_name(task), storage or choose_storage(out)
+        name = f"routepack-{content_hash(task.signature)[:12]}"  # the same inputs get the same one, in any storage
+        where = storage or choose_storage(out)
         if new_study:
             name = open_study(task, where, name, new_study=True).study_name
             set_aside(out)
@@ -227,7 +226,6 @@ def _planner_of_study(study: Path, document: dict[str, Any], exported: dict[str,
 def _provenance(document: dict[str, Any], exported: dict[str, Any], recheck: Plan) -> dict[str, Any]:
     summary = document["summary"]
     holdout, best = summary["holdout"], summary["export"] == "best"
-    scores = holdout["best"] if best else holdout["default_settings"]
     return {
         "written_by": f"routepack-tune {version()}",
         "study": document["study_name"],
@@ -237,8 +235,6 @@ def _provenance(document: dict[str, Any], exported: dict[str, Any], recheck: Pla
         "objective": exported.get("value"),
         "held_out_objective": holdout["best_value"] if best else holdout["default_value"],
         "held_out_gain_pct": holdout["gain_pct"] if best else 0.0,
-        "held_out_step_time_s": _mean([score["step_time_s"] for score in scores]),
-        "held_out_default_s": _mean([score["default_s"] for score in scores]),
         "mlflow": document["tracking"],
         "data_hashes": {step["name"]: step["data_hash"] for step in document["steps"]},
         "cost_model": document["cost_model"],
@@ -254,7 +250,3 @@ def _provenance(document: dict[str, Any], exported: dict[str, Any], recheck: Pla
             "default_s": recheck.default.step_time_s,
         },
     }
-
-
-def _mean(values: list[float]) -> float | None:
-    return statistics.fmean(values) if values else None

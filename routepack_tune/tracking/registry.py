@@ -24,14 +24,8 @@ class RolledBack(NamedTuple):
     previous: str
 
 
-def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experiment: str) -> str:
-    """Log a bundle's folder with the study's run, register it and make it the champion.
-
-    Returns
-    -------
-    str
-        ``models:/NAME@champion``.
-    """
+def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experiment: str) -> None:
+    """Log a bundle's folder with the study's run, register it and make it the champion."""
     try:
         store = Store(uri, experiment)
         run_id = run_id or store.create_run(f"bundle {name}", {KIND: "bundle"})
@@ -42,7 +36,6 @@ def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experi
             f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {what_mlflow_said(error)} "
             "Check the tracking server and run `routepack deploy` again."
         ) from None
-    return f"models:/{name}@{CHAMPION}"
 
 
 def planner_signature() -> Any:
