@@ -150,24 +150,15 @@ def _read_document(folder: Path) -> dict[str, Any]:
     found = read_json(path, "Bundle file")
     document = found if isinstance(found, dict) else {}
     version, stated = document.get("schema_version"), document.pop("content_hash", None)
-    again = "Run `routepack deploy` again"
-    for good, problem in (
-        (
-            version == BUNDLE_SCHEMA_VERSION,
-            f"it has schema_version {version!r}, this version reads {BUNDLE_SCHEMA_VERSION}. {again}",
-        ),
-        (
-            content_hash(document) == stated,
-            f"{PLANNER_FILE} does not match its content_hash: it was edited. Change routepack.yaml instead. {again}",
-        ),
-        (
-            tables.is_file() and document.get("files") == {TABLES_FILE: file_hash(tables)},
-            f"{TABLES_FILE} is missing, or does not match its hash in {PLANNER_FILE}: no other file is read. {again}",
-        ),
-    ):
-        if not good:
-            raise RoutePackError(f"Bundle {folder}: {problem}.")
-    return document
+    if version != BUNDLE_SCHEMA_VERSION:
+        problem = f"it has schema_version {version!r}, this version reads {BUNDLE_SCHEMA_VERSION}."
+    elif content_hash(document) != stated:
+        problem = f"{PLANNER_FILE} does not match its content_hash: it was edited. Change routepack.yaml instead."
+    elif not tables.is_file() or document.get("files") != {TABLES_FILE: file_hash(tables)}:
+        problem = f"{TABLES_FILE} is missing, or does not match its hash in {PLANNER_FILE}: no other file is read."
+    else:
+        return document
+    raise RoutePackError(f"Bundle {folder}: {problem} Run `routepack deploy` again.")
 
 
 def typed_parts(

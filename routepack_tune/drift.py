@@ -108,8 +108,7 @@ def check(
         if old.is_relative_to(refit) or refit.is_relative_to(old):
             raise RoutePackError(f"{refit} is the bundle that is checked: it is never changed. Name a new folder.")
         check_replaceable(refit, PLANNER_FILE)
-    with warnings.catch_warnings():  # the report says what differs
-        warnings.simplefilter("ignore", UserWarning)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # the report says what differs
         planner = load_planner(folder, allow_mismatch=True)
     files, notes = list_step_files(steps), list[str]()
     measured = _measured(times, [path.stem for path in files], notes)

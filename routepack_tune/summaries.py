@@ -74,9 +74,7 @@ def cost_model_summary(model: CostModel, out: Path) -> str:
     for (op, direction), fitted in model.models.items():
         lines += [f"  {op}/{direction}: {reason}" for reason in fitted.reasons]
     lines += [f"  note: {note}" for note in (model.tables.notes if model.tables is not None else ())]
-    if (out / REPORT_FILE).is_file():
-        lines.append(f"  pictures: {out / REPORT_FILE}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  pictures: {out / REPORT_FILE}"])
 
 
 def study_summary(document: Mapping[str, Any], out: Path) -> str:

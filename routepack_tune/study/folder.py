@@ -85,12 +85,11 @@ def set_aside(folder: Path) -> None:
         number += 1
         target = folder / EARLIER / f"{name}-{number}"
     target.mkdir(parents=True)
-    moved = [path for path in sorted(folder.iterdir()) if _is_ours(path.name) and path.name != EARLIER]
-    for path in moved:
-        # The document goes last: until then the folder is the earlier study's.
-        if path.name != STUDY_FILE and not path.name.startswith("study.journal"):
-            shutil.move(path, target / path.name)
-    shutil.move(folder / STUDY_FILE, target / STUDY_FILE)
+    names = [path.name for path in folder.iterdir() if _is_ours(path.name)]
+    # The document goes last: until then the folder is the earlier study's.
+    for name in sorted(names, key=lambda name: (name == STUDY_FILE, name)):
+        if not name.startswith((EARLIER, "study.journal")):
+            shutil.move(folder / name, target / name)
 
 
 def begin_study(
