@@ -106,14 +106,11 @@ def _ideal(problem, rows):
 @pytest.fixture(scope="module")
 def report():
     loads = tuple(rank_load(np.random.default_rng(seed).integers(1, 100, (2, 1, 4, 3))) for seed in (0, 1))
-    planner = SimpleNamespace(
-        spec=SimpleNamespace(name="tiny & synthetic"), topology=Topology(data_parallel_size=2), max_tokens=8,
-        notes=["backward is assumed 2x forward"],
-    )  # fmt: skip
-    study = {
-        "fingerprint": {"name": "<H200>", "arch": "sm_90", "origin": "published"}, "config": {"topology": {}},
-        "summary": {"names": {"tuned": ["a"], "holdout": ["b"]}, "best": {"number": 1}}, "tables_hash": "0",
-    }  # fmt: skip
+    spec, notes = SimpleNamespace(name="tiny & synthetic"), ["backward is assumed 2x forward"]
+    planner = SimpleNamespace(spec=spec, topology=Topology(data_parallel_size=2), max_tokens=8, notes=notes)
+    device = {"name": "<H200>", "arch": "sm_90", "origin": "published"}
+    summary = {"names": {"tuned": ["a"], "holdout": ["b"]}, "best": {"number": 1}}
+    study = {"fingerprint": device, "config": {"topology": {}}, "summary": summary, "tables_hash": "0"}
     found = [outcome(DEFAULT_BASELINE, 2.0, 0.4), outcome("first-fit decreasing + LPT", 1.5), outcome(TUNED, 1.0)]
     return quickstart_page(planner, study, found, loads)
 
