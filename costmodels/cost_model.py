@@ -2,8 +2,7 @@
 
 Folder: ``costmodel.json`` (what was fitted, from what, how wrong), ``residuals/*.npz`` (per operation and direction:
 LightGBM's text format as bytes, which shrink to a third there, and everything else as plain arrays, no pickle; a prior
-lies whole inside), ``tables.npz`` (all that planning loads), ``parity.npz`` (true and predicted times of held-out rows,
-for pictures). What is read back predicts the same bits.
+lies whole inside), ``tables.npz`` (all that planning loads). What is read back predicts the same bits.
 """
 
 from __future__ import annotations
@@ -80,6 +79,7 @@ class CostModel:
     data_hash: str
     provenance: list[Any]
     parity: dict[str, HeldOut] = field(default_factory=dict)
+    """What the validation predicted, of a model that was just fitted: it is not saved."""
     tables: StepTables | None = None
     table_errors: dict[str, Any] = field(default_factory=dict)
 
@@ -122,10 +122,6 @@ class CostModel:
         """Write the folder whole, in place of an older one."""
         if (tables := self.tables) is None:
             raise ValueError("Expected a cost model with frozen tables; set `tables` to what `freeze_tables` returns.")
-        times = {"true": "true_us", "predicted": "model_us", "baseline": "baseline_us"}
-        parity = {
-            f"{key}_{n}_us": getattr(one, field) for key, one in self.parity.items() for n, field in times.items()
-        }
         with new_folder(folder) as new:
             header = {
                 "schema_version": SCHEMA_VERSION,
@@ -139,7 +135,6 @@ class CostModel:
                 },
             }
             tables.save(new / TABLES_FILE)
-            write_bytes(new / "parity.npz", npz_bytes(parity))
             write_json(new / COST_MODEL_FILE, header)
 
     @classmethod

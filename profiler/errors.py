@@ -1,5 +1,8 @@
 """The one exception of expected failures; bugs keep their own types and tracebacks."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class RoutePackError(Exception):
     """Signal a failure that the caller can act on.
@@ -8,3 +11,12 @@ class RoutePackError(Exception):
     one line: what is wrong, the offending value, the way out. The command line prints it as ``Error: ...`` and exits
     non-zero.
     """
+
+
+@contextlib.contextmanager
+def explained(before: str = "", after: str = "", of: type[Exception] = RoutePackError) -> Iterator[None]:
+    """Say where an expected failure happened and what helps: the same error, with words around what it says."""
+    try:
+        yield
+    except of as error:
+        raise RoutePackError(f"{before}{error}{after}") from None

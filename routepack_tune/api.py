@@ -12,21 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 from profiler.files import write_text
 from routepack_tune.bundle import COST_MODEL_FILE, check_replaceable
 from routepack_tune.config import load_config
 from routepack_tune.drift import check
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
-from routepack_tune.study.verbs import deploy, rollback, tune
+from routepack_tune.study.verbs import Paths, deploy, tune
+from routepack_tune.tracking.registry import rollback
 
 if TYPE_CHECKING:
     from costmodels import CostModel
     from profiler import Measurements, Observer
     from search import Plan, StopCriterion
-
-Paths = Path | str | Sequence[Path | str]
 
 __all__ = ["check", "deploy", "fit", "plan", "profile", "rollback", "tune"]
 
@@ -74,10 +73,8 @@ def profile(
         measurements = import_published(published, settings.profile.exchange)
         measurements.save(out)
     else:
-        try:
+        with explained(of=ValueError):
             params = replace(settings.profile, **{name: value for name, value in limits.items() if value is not None})
-        except ValueError as error:
-            raise RoutePackError(str(error)) from None
         seen = seen_of_steps(steps, settings)
         siblings = [CostModel.load(folder) for folder in prior]
         chooser = KMeansChooser(settings.fit, siblings, fingerprint_device(device).arch if siblings else "")
@@ -137,10 +134,8 @@ def plan(
 
     if Path(out).is_dir():
         raise RoutePackError(f"{out} is a folder, the plan is one file. Give --out plan.json.")
-    try:
+    with explained(f"Previous plan {previous}: "):
         before = None if previous is None else Plan.load(previous)
-    except RoutePackError as error:
-        raise RoutePackError(f"Previous plan {previous}: {error}") from None
     made = planner.plan(step, seed, before, stop, observer)
     made.save(out)
     return made

@@ -149,30 +149,16 @@ def _read_document(folder: Path) -> dict[str, Any]:
         )
     found = read_json(path, "Bundle file")
     document = found if isinstance(found, dict) else {}
-    version, stated, files = document.get("schema_version"), document.pop("content_hash", None), document.get("files")
-    again = "Run `routepack deploy` again"
-    for good, problem in (
-        (
-            version == BUNDLE_SCHEMA_VERSION,
-            f"it has schema_version {version!r}, this version reads {BUNDLE_SCHEMA_VERSION}. {again}",
-        ),
-        (
-            content_hash(document) == stated,
-            f"{PLANNER_FILE} does not match its content_hash: it was edited. Change routepack.yaml instead. {again}",
-        ),
-        (
-            isinstance(files, dict) and list(files) == [TABLES_FILE],
-            f"expected the one file {TABLES_FILE}, got {files!r}. No other name is ever read. {again}",
-        ),
-        (tables.is_file(), f"{TABLES_FILE} is missing. {again}"),
-        (
-            tables.is_file() and files == {TABLES_FILE: file_hash(tables)},
-            f"{TABLES_FILE} does not match its hash in {PLANNER_FILE}: it was changed or truncated. {again}",
-        ),
-    ):
-        if not good:
-            raise RoutePackError(f"Bundle {folder}: {problem}.")
-    return document
+    version, stated = document.get("schema_version"), document.pop("content_hash", None)
+    if version != BUNDLE_SCHEMA_VERSION:
+        problem = f"it has schema_version {version!r}, this version reads {BUNDLE_SCHEMA_VERSION}."
+    elif content_hash(document) != stated:
+        problem = f"{PLANNER_FILE} does not match its content_hash: it was edited. Change routepack.yaml instead."
+    elif not tables.is_file() or document.get("files") != {TABLES_FILE: file_hash(tables)}:
+        problem = f"{TABLES_FILE} is missing, or does not match its hash in {PLANNER_FILE}: no other file is read."
+    else:
+        return document
+    raise RoutePackError(f"Bundle {folder}: {problem} Run `routepack deploy` again.")
 
 
 def typed_parts(

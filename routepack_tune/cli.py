@@ -12,20 +12,17 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Argument, Exit, Option, Typer
 
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 from routepack_tune import api, summaries
 from routepack_tune.bundle import load_planner, untuned_planner
 from routepack_tune.config import load_config
 from routepack_tune.environment import version as installed_version
 from routepack_tune.planner import Planner
 from routepack_tune.progress import ProgressBars, is_first_rank
-
-if TYPE_CHECKING:
-    from search import StopCriterion
 
 app = Typer(
     name="routepack",
@@ -134,7 +131,7 @@ def check(
     print(summaries.drift_summary(report, refit))
     if report.refit_refused:
         raise RoutePackError(report.refit_refused)
-    raise Exit(report.exit_code)
+    raise Exit(0 if report.verdict == "fits" else 3)
 
 
 @app.command()
@@ -151,22 +148,16 @@ def plan(
     allow_mismatch: Annotated[bool, Option("--allow-mismatch", help="Use a bundle of another device.")] = False,
 ) -> None:
     """Plan one step batch."""
-    stop = _budget(max_runtime, max_iterations)
-    planner = _planner(bundle, costmodel, config, allow_mismatch)
-    with ProgressBars() as bars:
-        made = api.plan(step, out, planner, previous, seed=seed, stop=stop, observer=bars)
-    print(summaries.plan_summary(made, out))
-
-
-def _budget(max_runtime: float | None, max_iterations: int | None) -> StopCriterion:
     from search import StopCriterion
 
     if max_runtime is not None and max_iterations is not None:
         raise RoutePackError("Give --max-runtime or --max-iterations, not both.")
-    try:
-        return StopCriterion(max_iterations=max_iterations, max_runtime=max_runtime)
-    except ValueError as error:
-        raise RoutePackError(str(error)) from None
+    with explained(of=ValueError):
+        stop = StopCriterion(max_iterations=max_iterations, max_runtime=max_runtime)
+    planner = _planner(bundle, costmodel, config, allow_mismatch)
+    with ProgressBars() as bars:
+        made = api.plan(step, out, planner, previous, seed=seed, stop=stop, observer=bars)
+    print(summaries.plan_summary(made, out))
 
 
 def _planner(bundle: Path | None, costmodel: Path | None, config: Path | None, allow_mismatch: bool) -> Planner:

@@ -58,11 +58,11 @@ class Config:
         return {"schema_version": CONFIG_SCHEMA_VERSION, **found}
 
 
-def check_tracking_uri(uri: str) -> None:
-    """Raise :class:`ValueError` for a folder store (``file:`` or a bare path), which MLflow 3 refuses later."""
+def check_tracking_uri(uri: str, source: str = "Tracking URI") -> None:
+    """Refuse a folder store (``file:`` or a bare path) before any work: MLflow 3 refuses it later."""
     if uri and (uri.startswith("file:") or "://" not in uri) and uri not in ("databricks", "uc"):
-        raise ValueError(
-            f"Tracking URI {uri!r} is a folder store, which MLflow 3 no longer writes: use sqlite:///mlflow.db or a "
+        raise RoutePackError(
+            f"{source} {uri!r} is a folder store, which MLflow 3 no longer writes: use sqlite:///mlflow.db or a "
             "server (http://...); `mlflow migrate-filestore` moves old runs."
         )
 
@@ -108,14 +108,12 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
     try:
         given = json.dumps({key: value for key, value in data.items() if value is not None}, default=str)
         found = pydantic.create_model("RoutepackYaml", __config__=rules, **fields).model_validate_json(given)
-        check_tracking_uri(found.tune.tracking_uri)
     except pydantic.ValidationError as error:
         valid = {"": list(fields)}
         for name, section in {"topology": Topology, **optional}.items():
             valid[name] = [field.name for field in dataclasses.fields(section) if field.init]
         raise RoutePackError(f"{source}: {_mistake(error.errors(), valid)}") from None
-    except ValueError as error:
-        raise RoutePackError(f"{source}: `tune.tracking_uri`: {error}") from None
+    check_tracking_uri(found.tune.tracking_uri, f"{source}: `tune.tracking_uri`")
     sections = {field.name: getattr(found, field.name) for field in dataclasses.fields(Config)}
     return Config(**{**sections, "model": load_model(found.model, folder)})
 

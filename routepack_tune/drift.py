@@ -13,13 +13,13 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 from profiler.files import file_hash, write_json
 from routepack_tune.bundle import (
     PLANNER_FILE,
@@ -30,10 +30,9 @@ from routepack_tune.bundle import (
     write_bundle,
 )
 from routepack_tune.planner import Planner
-from routepack_tune.reports.drift import PROFILE, TUNE, DriftReport, Finding, median_interval, trend_interval
 from routepack_tune.steps.step_times import StepTimes, read_step_times
 from routepack_tune.steps.traces import list_step_files, load_step_batch
-from routepack_tune.steps.workload import compare_workloads, hottest_overlap, workload_statistics
+from routepack_tune.steps.workload import compare_workloads, workload_statistics
 
 if TYPE_CHECKING:
     from costmodels.freezing.rescale import Rescale
@@ -48,6 +47,37 @@ LEAST_TIMED, LEAST_COMPARED = 5, 3
 """Fewer measured steps give no verdict on the times, fewer batches planned with both settings none on the settings."""
 LEAST_LOSS_PCT = 0.5
 INTERVALS = ("median_pct", "low_pct", "high_pct", "trend_pct", "trend_low_pct", "trend_high_pct")
+PROFILE, TUNE, FITS = "re-profile", "re-tune", "fits"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was compared, and what to do where it lies beyond its limit."""
+
+    name: str
+    advice: str
+    """``re-profile`` (tuning again follows from it) or ``re-tune``."""
+    beyond: bool
+    text: str
+    numbers: Mapping[str, Any]
+    """Percent where a name ends with ``_pct``; ``low`` and ``high`` are ends of 95 % intervals."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriftReport:
+    """Everything :func:`check` found."""
+
+    findings: tuple[Finding, ...]
+    batches: int
+    notes: tuple[str, ...]
+    refit: Rescale | None = None
+    refit_refused: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """``fits``, or the first thing to be done."""
+        advised = {one.advice for one in self.findings if one.beyond}
+        return PROFILE if PROFILE in advised else TUNE if TUNE in advised else FITS
 
 
 def check(
@@ -78,8 +108,7 @@ def check(
         if old.is_relative_to(refit) or refit.is_relative_to(old):
             raise RoutePackError(f"{refit} is the bundle that is checked: it is never changed. Name a new folder.")
         check_replaceable(refit, PLANNER_FILE)
-    with warnings.catch_warnings():  # the report says what differs
-        warnings.simplefilter("ignore", UserWarning)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # the report says what differs
         planner = load_planner(folder, allow_mismatch=True)
     files, notes = list_step_files(steps), list[str]()
     measured = _measured(times, [path.stem for path in files], notes)
@@ -109,8 +138,28 @@ def check(
         except RoutePackError as error:
             report = replace(report, refit_refused=f"Refit refused: {error}")
     if out is not None:
-        write_json(out, report.to_dict())
+        write_json(out, {"verdict": report.verdict, **asdict(report)})
     return report
+
+
+def median_interval(values: np.ndarray) -> tuple[float, float, float]:
+    """Return the median and its 95 % interval by order statistics; the range where values are few."""
+    from scipy.stats import quantile_test
+
+    median = float(np.median(values))
+    found = quantile_test(values, q=median, p=0.5).confidence_interval(0.95)
+    low, high = np.where(np.isfinite(found), found, (values.min(), values.max())).tolist()
+    return median, low, high
+
+
+def trend_interval(values: np.ndarray) -> tuple[float, float, float]:
+    """Return the median of pairwise slopes and its 95 % interval (Sen 1968); zeros for a single value."""
+    from scipy.stats import theilslopes
+
+    if values.size < 2:
+        return 0.0, 0.0, 0.0
+    found = theilslopes(values, alpha=0.95)
+    return float(found.slope), float(found.low_slope), float(found.high_slope)
 
 
 def stated_half_log(header: Mapping[str, Any]) -> dict[str, float]:
@@ -199,7 +248,7 @@ def _given_plan(path: Path, planner: Planner, batch: StepBatch, name: str) -> Pl
     """Read the plan that ran; it must be of the bundle's job and of the batch's samples."""
     from search import Plan, check_plan
 
-    try:
+    with explained(f"Plan of step {name!r}, {path}, does not fit: "):
         plan = Plan.load(path)
         if plan.topology != planner.topology or plan.max_tokens != planner.max_tokens:
             raise RoutePackError("it is for another topology or token cap than the bundle.")
@@ -207,8 +256,6 @@ def _given_plan(path: Path, planner: Planner, batch: StepBatch, name: str) -> Pl
         if stated != batch.data_hash or plan.sample_ids != tuple(map(str, batch.sample_ids)):
             raise RoutePackError("it was made for other samples.")
         check_plan(plan, batch.lengths, planner.spec.num_experts)
-    except RoutePackError as error:
-        raise RoutePackError(f"Plan of step {name!r}, {path}, does not fit: {error}") from None
     return plan
 
 
@@ -273,9 +320,8 @@ def _workload(planner: Planner, batches: Mapping[str, StepBatch], notes: list[st
         notes.append("the bundle carries no statistics of its tuning batches: workload not compared")
         return
     recent = workload_statistics(list(batches), batches.values())
-    if len(tuned["batches"]) < 2:
+    if len(tuned) < 2:
         notes.append("one tuning batch: its spread is unknown, limits of the workload are the least ones")
-    notes.append(f"{100 * hottest_overlap(tuned, recent):.0f}% of the hottest experts are those of the tuning batches")
     for name, (change, distance, limit) in compare_workloads(tuned, recent).items():
         yield Finding(
             name,

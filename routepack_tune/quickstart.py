@@ -5,22 +5,18 @@ Everything goes through the same verbs and files as real work; each stage's file
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from profiler import Observer, RoutePackError
 from profiler.files import write_bytes, write_json, write_text
 from routepack_tune import api
 from routepack_tune.bundle import load_planner
 from routepack_tune.config import load_config
-from routepack_tune.environment import version
-from routepack_tune.planner import Planner
 from routepack_tune.reports.comparison import Outcome, compare_planners, loads_before_and_after
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from routepack_tune.steps.traces import load_step_batch, save_step_batch
@@ -55,6 +51,8 @@ def quickstart(out: Path | str, observer: Observer | None = None) -> QuickstartR
         seconds[name] = round(time.perf_counter() - begin, 2)
         bars.advance("quickstart", name)
 
+    from routepack_tune.reports.quickstart import quickstart_page
+
     bars.start("quickstart", 8)
     _make_room(out)
     with stage("steps"):
@@ -79,7 +77,7 @@ def quickstart(out: Path | str, observer: Observer | None = None) -> QuickstartR
         outcomes = compare_planners(planner, [load_step_batch(path, spec) for path in files])
     with stage("report"):
         loads = loads_before_and_after(planner, batch, plan)
-        write_text(report := out / "report.html", _page(planner, study, outcomes, loads))
+        write_text(report := out / "report.html", quickstart_page(planner, study, outcomes, loads))
     made = {"seconds": seconds, "outcomes": [asdict(one) for one in outcomes]}
     write_json(out / MARKER, {"schema_version": 1, "synthetic": True, **made})
     return QuickstartResult(outcomes, seconds, report)
@@ -92,33 +90,3 @@ def _make_room(out: Path) -> None:
     write_json(out / MARKER, {"schema_version": 1, "synthetic": True})
     for name in STAGES:
         shutil.rmtree(out / name, ignore_errors=True)
-
-
-def _page(planner: Planner, study: dict[str, Any], outcomes: list[Outcome], loads: Any) -> str:
-    from routepack_tune.reports.quickstart import quickstart_page
-
-    device, names, topology = study["fingerprint"], study["summary"]["names"], planner.topology
-    return quickstart_page(
-        subtitle=f"{planner.spec.name} on {topology.data_parallel_size} data-parallel slots, expert parallelism "
-        f"{topology.expert_model_parallel_size}. Step batches are synthetic; step times are predicted.",
-        outcomes=outcomes,
-        loads=loads,
-        facts={
-            "device priced": f"{device['name']} ({device['arch']}, {device['origin']})",
-            "configuration": json.dumps({k: v for k, v in study["config"]["topology"].items() if v != 1}),
-            "token cap of a microbatch": str(planner.max_tokens),
-            "tuned on": ", ".join(names["tuned"]),
-            "held out (shown above)": ", ".join(names["holdout"]),
-            "best trial": str(study["summary"]["best"]["number"]),
-            "how tuning went": "study/tuning-report.html",
-            "how well the times are known": "costmodel/costmodel-report.html",
-            "tables": study["tables_hash"][:16],
-            "version": f"routepack-tune {version()}",
-            "settings file": "routepack.yaml",
-        },
-        notes=[
-            "The step batches are synthetic: made from a seed by the project's generator, not recorded from a model.",
-            "Times are predicted by models learned from published H200 measurements (aiconfigurator 0.7.0).",
-            *planner.notes,
-        ],
-    )

@@ -11,8 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from costmodels import CostModel
     from profiler import Measurements
+    from routepack_tune.drift import DriftReport
     from routepack_tune.quickstart import QuickstartResult
-    from routepack_tune.reports.drift import DriftReport
     from search import Plan
 
 
@@ -74,29 +74,19 @@ def cost_model_summary(model: CostModel, out: Path) -> str:
     for (op, direction), fitted in model.models.items():
         lines += [f"  {op}/{direction}: {reason}" for reason in fitted.reasons]
     lines += [f"  note: {note}" for note in (model.tables.notes if model.tables is not None else ())]
-    if (out / REPORT_FILE).is_file():
-        lines.append(f"  pictures: {out / REPORT_FILE}")
-    return "\n".join(lines)
-
-
-TRIAL_WORDS = {
-    "complete": "trials complete",
-    "pruned": "stopped early",
-    "infeasible": "infeasible",
-    "duplicate": "repeated",
-    "failed": "failed",
-}
+    return "\n".join([*lines, f"  pictures: {out / REPORT_FILE}"])
 
 
 def study_summary(document: Mapping[str, Any], out: Path) -> str:
     """Say what the best trial gains on held-out batches."""
+    from routepack_tune.reports.tuning import counted
+
     summary = document["summary"]
-    best, holdout, trials = summary["best"], summary["holdout"], summary["trials"]
-    counts = [f"{trials[state]} {word}" for state, word in TRIAL_WORDS.items() if trials.get(state)]
+    best, holdout = summary["best"], summary["holdout"]
     lines = [
         f"Study: {out}",
-        f"  {', '.join(counts)}; best is trial {best['number']}: {best['value']:.4f} of the "
-        "default settings' time (step, moves, exposed planning)",
+        f"  {counted(summary['trials'])}; best is trial {best['number']}: {best['value']:.4f} of the default settings' "
+        "time (step, moves, exposed planning)",
     ]
     if holdout["best_value"] is not None:
         lines.append(
@@ -109,8 +99,19 @@ def study_summary(document: Mapping[str, Any], out: Path) -> str:
 
 def drift_summary(report: DriftReport, refit: Path | None) -> str:
     """Say whether a bundle still fits, on what evidence, and where the corrected one is."""
-    lines = report.lines()
-    if report.refit is not None:
+    beyond = ", ".join(one.name for one in report.findings if one.beyond)
+    lines = [f"Verdict: {report.verdict}" + (f" ({beyond})" if beyond else "")]
+    lines += [f"  {one.name}: {one.text}" for one in report.findings]
+    if r := report.refit:
+        for name, factor in r.factors.items():
+            error = r.standard_errors[name]
+            lines.append(f"  refit {name}: x {factor:.3f}" + (" (kept)" if error is None else f" +- {error:.3f}"))
+        lines.append(
+            f"  refit on {r.steps} steps, {len(r.set_aside)} set aside, ridge {r.ridge:g}: held-out error "
+            f"{r.error_before_pct:.2f}% before, {r.error_after_pct:.2f}% after"
+        )
+    lines += [f"  note: {note}" for note in report.notes]
+    if report.refit:
         lines.append(f"Bundle: {refit}\n  times corrected; check it before training loads it")
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -9,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from routepack_tune.environment import version
 from routepack_tune.reports.comparison import Outcome, RankLoad
 from routepack_tune.reports.figures import ABOVE, ATTENTION, EXPERTS, REST, as_svg, panels
 from routepack_tune.reports.page import Block, Section, Table, Tile, page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from routepack_tune.planner import Planner
 
 PARTS = {
     "attention_s": ("attention and dense", ATTENTION),
@@ -35,17 +39,28 @@ SHORT_NAMES = {"first-fit decreasing": "FFD", "Karmarkar-Karp": "KK", "RoutePack
 
 
 def quickstart_page(
-    subtitle: str,
-    outcomes: Sequence[Outcome],
-    loads: tuple[RankLoad, RankLoad],
-    facts: Mapping[str, str],
-    notes: Sequence[str],
+    planner: Planner, study: Mapping[str, Any], outcomes: Sequence[Outcome], loads: tuple[RankLoad, RankLoad]
 ) -> str:
-    """Return the page.
-
-    ``outcomes`` begin with the default and end with the tuned plan; ``loads`` of the EP ranks are under these two.
-    ``facts`` say where everything comes from, ``notes`` what a reader must know: assumed, extrapolated, synthetic.
-    """
+    """Return the page; ``outcomes`` begin with the default and end with the tuned plan, ``loads`` are of these two."""
+    device, names, topology = study["fingerprint"], study["summary"]["names"], planner.topology
+    notes = [
+        "The step batches are synthetic: made from a seed by the project's generator, not recorded from a model.",
+        "Times are predicted by models learned from published H200 measurements (aiconfigurator 0.7.0).",
+        *planner.notes,
+    ]
+    facts = {
+        "device priced": f"{device['name']} ({device['arch']}, {device['origin']})",
+        "configuration": json.dumps({k: v for k, v in study["config"]["topology"].items() if v != 1}),
+        "token cap of a microbatch": str(planner.max_tokens),
+        "tuned on": ", ".join(names["tuned"]),
+        "held out (shown above)": ", ".join(names["holdout"]),
+        "best trial": str(study["summary"]["best"]["number"]),
+        "how tuning went": "study/tuning-report.html",
+        "how well the times are known": "costmodel/costmodel-report.html",
+        "tables": study["tables_hash"][:16],
+        "version": f"routepack-tune {version()}",
+        "settings file": "routepack.yaml",
+    }
     times = as_svg(panels(7.2, 0.62 * len(outcomes) + 1.2, partial(plot_time_split, outcomes)), "times")
     table = Table(COLUMNS, [asdict(one) for one in outcomes], tuned=[len(outcomes) - 1])
     sections: list[Section] = [
@@ -54,6 +69,10 @@ def quickstart_page(
         ("What to keep in mind", "", [notes]),
         ("Where it comes from", "", [facts]),
     ]
+    subtitle = (
+        f"{planner.spec.name} on {topology.data_parallel_size} data-parallel slots, expert parallelism "
+        f"{topology.expert_model_parallel_size}. Step batches are synthetic; step times are predicted."
+    )
     return page("RoutePack-Tune: quickstart", subtitle, sections, _tiles(outcomes))
 
 

@@ -9,24 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
-from routepack_tune.reports.figures import (
-    ABOVE,
-    AFTER,
-    ATTENTION,
-    BEFORE,
-    EXPERTS,
-    INK,
-    as_svg,
-    panels,
-    plot_bars,
-    save_png,
-)
+from routepack_tune.reports.figures import ABOVE, AFTER, ATTENTION, BEFORE, EXPERTS, INK, as_svg, panels, plot_bars
 from routepack_tune.reports.page import Section, Table, Tile, as_table, page, verdict
 
 if TYPE_CHECKING:
@@ -58,6 +46,9 @@ def tuning_page(document: Mapping[str, Any]) -> str:
     summary, config = document["summary"], document["config"]
     drawn = {name: as_svg(figure, f"tuning-{name}") for name, figure in pictures(summary).items()}
     both, batches = f"{STEP}, {PLAN}", outcomes(summary).reset_index().to_dict("records")
+    best, default = summary["best"], summary["default"]
+    beside = f"; the defaults have {default['value']:.4f}" if default else ""
+    course = f"{counted(summary['trials'])}. Best is trial {best['number']} with {best['value']:.4f}{beside}."
     gained = verdict(summary["export_reason"])
     names, seeds = ", ".join(summary["names"]["holdout"]), summary["holdout"].get("seeds") or []
     held_out = (
@@ -67,7 +58,7 @@ def tuning_page(document: Mapping[str, Any]) -> str:
     sections: list[Section] = [
         ("Gain on held-out batches", both, [gained, held_out if names else ""]),
         ("Batches before and after", STEP, [Table(BATCHES, batches)]),
-        ("Course of the study", both, [_counts(summary), drawn.get("history", "")]),
+        ("Course of the study", both, [course, drawn.get("history", "")]),
         ("Step time against planning time", both, [drawn.get("pareto", "")]),
         ("Which settings matter", "", [drawn.get("importances", "")]),
         ("Settings", "", [as_table(_settings(summary))]),
@@ -102,11 +93,9 @@ def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
     return tiles
 
 
-def _counts(summary: Mapping[str, Any]) -> str:
-    trials, best, default = summary["trials"], summary["best"], summary["default"]
-    counted = ", ".join(f"{trials[state]} {word}" for state, word in STATES.items() if state in trials)
-    beside = f"; the defaults have {default['value']:.4f}" if default else ""
-    return f"{counted}. Best is trial {best['number']} with {best['value']:.4f}{beside}."
+def counted(trials: Mapping[str, int]) -> str:
+    """Say how many trials ended how."""
+    return ", ".join(f"{trials[state]} {word}" for state, word in STATES.items() if trials.get(state))
 
 
 def _settings(summary: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -163,10 +152,8 @@ def outcomes(summary: Mapping[str, Any]) -> pd.DataFrame:
         for rows in ([*scores, *holdout["best"]], [*default, *holdout["default_settings"]])
     )
     found = pd.DataFrame({"no_planner_s": after["default_s"]})
-    found["before_s"], found["after_s"] = (
-        before["step_time_s"] + before["move_s"],
-        after["step_time_s"] + after["move_s"],
-    )
+    found["before_s"] = before["step_time_s"] + before["move_s"]
+    found["after_s"] = after["step_time_s"] + after["move_s"]
     found["before_plan_s"], found["after_plan_s"] = before["plan_s"], after["plan_s"]
     found["gain_pct"] = 100 * (1 - found["after_s"] / found["before_s"])
     found["kind"] = np.where(found.index.isin(names["holdout"]), "held out", "tuned on")
@@ -185,12 +172,6 @@ def pictures(summary: Mapping[str, Any]) -> dict[str, Figure]:
     if front := summary.get("pareto"):
         found["pareto"] = panels(7.2, 3.0, partial(plot_pareto, front))
     return found
-
-
-def save_pictures(summary: Mapping[str, Any], folder: Path) -> None:
-    """Write every picture as a PNG on white."""
-    for name, figure in pictures(summary).items():
-        save_png(figure, folder / f"{name}.png")
 
 
 def plot_history(history: Sequence[Mapping[str, Any]], ax: Axes) -> None:

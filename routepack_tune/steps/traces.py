@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 
 if TYPE_CHECKING:
     from profiler import ModelSpec
@@ -55,10 +55,8 @@ def load_step_batch(path: Path | str, spec: ModelSpec, max_tokens: int | None = 
 
     batch = batch_from_arrays(read_npz(path, "Step batch", LAYOUT), spec, str(path))
     if max_tokens is not None:
-        try:
+        with explained(f"{path}: "):
             check_lengths(batch, max_tokens)
-        except RoutePackError as error:
-            raise RoutePackError(f"{path}: {error}") from None
     return batch
 
 
@@ -103,11 +101,11 @@ def list_step_files(steps: Path | str | Sequence[Path | str]) -> list[Path]:
     RoutePackError
         If there is none.
     """
-    if not isinstance(steps, (str, Path)):
-        return [path for one in steps for path in list_step_files(one)]
-    path = Path(steps)
-    found = path.glob("*.npz") if path.is_dir() else [path] if path.is_file() else map(Path, glob.glob(str(steps)))
-    files = sorted(path for path in found if path.is_file())
+    if isinstance(steps, (str, Path)):
+        found = Path(steps).glob("*.npz") if Path(steps).is_dir() else map(Path, [steps, *glob.glob(str(steps))])
+        files = sorted({path for path in found if path.is_file()})
+    else:
+        files = [path for one in steps for path in list_step_files(one)]
     if not files:
         raise RoutePackError(f"Step batches not found: {steps}. Give a folder of .npz files, a file or a quoted glob.")
     return files

@@ -4,8 +4,8 @@ Everything compared is the base-2 logarithm of a positive quantity, so that a di
 quantiles of the lengths, the hottest expert's load over the mean one, and the effective number of experts (2 to the
 entropy of the loads); the last two are means over layers. The distance between two streams is that of their means over
 batches. It is a shift where it exceeds both a floor (below which tuned settings do not care) and three times what the
-tuning batches' own spread lets one expect of as many recent batches. Which experts are hot is reported but no shift:
-every step's placement is planned anew.
+tuning batches' own spread lets one expect of as many recent batches. Which experts are hot is no shift: every step's
+placement is planned anew.
 
 Shape suffixes: L MoE layers, E experts.
 """
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from search import StepBatch
 
 QUANTILES = tuple(q / 10 for q in range(11))
-HOTTEST = 8
 SPREADS = 3.0
 FLOORS = {"tokens a step": 0.25, "lengths": 0.25, "hottest expert over mean": 0.20, "effective experts": 0.10}
 """Relative differences that are never a shift, of the numbers of a batch in :data:`KEYS`."""
 KEYS = ("tokens", "length_quantiles", "hottest_over_mean", "effective_experts")
+Stream = Sequence[Mapping[str, Any]]
+"""The numbers of every batch."""
 
 
-def workload_statistics(names: Sequence[str], batches: Iterable[StepBatch]) -> dict[str, Any]:
-    """Return the numbers of a stream of batches, ready for JSON; every batch must carry routes."""
-    rows, loads_LE = [], np.zeros((1, 1), np.int64)
+def workload_statistics(names: Sequence[str], batches: Iterable[StepBatch]) -> list[dict[str, Any]]:
+    """Return the numbers of every batch of a stream, ready for JSON; every batch must carry routes."""
+    rows = []
     for name, batch in zip(names, batches, strict=True):
         loads = batch.expert_counts.sum(axis=0, dtype=np.int64)
         if not loads.any():
@@ -40,13 +41,10 @@ def workload_statistics(names: Sequence[str], batches: Iterable[StepBatch]) -> d
         lengths = [round(float(q), 1) for q in np.quantile(batch.lengths, QUANTILES)]
         numbers = {"tokens": int(batch.lengths.sum()), "length_quantiles": lengths, **_skew(loads)}
         rows.append({"name": name, "samples": batch.num_samples, **numbers})
-        loads_LE = loads_LE + loads
-    order_LE = np.argsort(-loads_LE, axis=1, kind="stable")[:, :HOTTEST]
-    hottest = [" ".join(map(str, layer)) for layer in order_LE.tolist()]
-    return {"batches": rows, "hottest_experts": hottest}
+    return rows
 
 
-def compare_workloads(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
+def compare_workloads(tuned: Stream, recent: Stream) -> dict[str, tuple[float, float, float]]:
     """Return how far recent batches are from tuning batches in every respect, in percent (see the module's text).
 
     The mean change with its sign; the mean of the absolute change, which is above it where, say, short samples shrink
@@ -54,7 +52,7 @@ def compare_workloads(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> di
     """
     found = {}
     for (name, floor), key in zip(FLOORS.items(), KEYS, strict=True):
-        before, after = (np.log2([np.atleast_1d(row[key]) for row in stream["batches"]]) for stream in (tuned, recent))
+        before, after = (np.log2([np.atleast_1d(row[key]) for row in stream]) for stream in (tuned, recent))
         change, count, limit = after.mean(axis=0) - before.mean(axis=0), len(before), np.log2(1 + floor)
         if count > 1:
             # A batch is sqrt(1 + 1 / (k - 1)) spreads from the mean of the k - 1 others.
@@ -64,12 +62,6 @@ def compare_workloads(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> di
         change, distance, limit = (100 * (np.exp2([change.mean(), np.abs(change).mean(), limit]) - 1)).tolist()
         found[name] = change, distance, limit
     return found
-
-
-def hottest_overlap(tuned: Mapping[str, Any], recent: Mapping[str, Any]) -> float:
-    """Return the share of the hottest experts of every layer that are the same ones, mean over layers."""
-    pairs = zip(tuned["hottest_experts"], recent["hottest_experts"], strict=True)
-    return float(np.mean([len(set(a.split()) & set(b.split())) / max(1, len(a.split())) for a, b in pairs]))
 
 
 def _skew(loads_LE: np.ndarray) -> dict[str, float]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
-from profiler.files import content_hash, file_hash, read_json, write_bytes, write_json
+from profiler.files import file_hash, read_json, write_bytes, write_json
 from routepack_tune.bundle import COST_MODEL_FILE, cost_model_header
 from routepack_tune.environment import environment
 
@@ -33,11 +33,6 @@ TABLES_FILE = "tables.npz"
 RECHECK_FILE = "recheck.npz"
 TUNING_REPORT_FILE = "tuning-report.html"
 EARLIER = "earlier"
-
-
-def study_name(task: TuneTask) -> str:
-    """Return the name that the same inputs always get, in any storage."""
-    return f"routepack-{content_hash(task.signature)[:12]}"
 
 
 def tables_file(cap: int, configured: int) -> str:
@@ -62,15 +57,12 @@ def locked_study(folder: Path) -> Iterator[None]:
     if STUDY_FILE not in found and any(not name.startswith(".") and not _is_ours(name) for name in found):
         raise RoutePackError(f"{folder} is not empty and holds no {STUDY_FILE}. Choose another --out.")
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(blocking=False)
+        held = FileLock(folder / ".lock").acquire(blocking=False)
     except Timeout:
         raise RoutePackError(f"Another process is tuning in {folder}. Wait for it, or choose another --out.") from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
@@ -93,12 +85,11 @@ def set_aside(folder: Path) -> None:
         number += 1
         target = folder / EARLIER / f"{name}-{number}"
     target.mkdir(parents=True)
-    moved = [path for path in sorted(folder.iterdir()) if _is_ours(path.name) and path.name != EARLIER]
-    for path in moved:
-        # The document goes last: until then the folder is the earlier study's.
-        if path.name != STUDY_FILE and not path.name.startswith("study.journal"):
-            shutil.move(path, target / path.name)
-    shutil.move(folder / STUDY_FILE, target / STUDY_FILE)
+    names = [path.name for path in folder.iterdir() if _is_ours(path.name)]
+    # The document goes last: until then the folder is the earlier study's.
+    for name in sorted(names, key=lambda name: (name == STUDY_FILE, name)):
+        if not name.startswith((EARLIER, "study.journal")):
+            shutil.move(folder / name, target / name)
 
 
 def begin_study(

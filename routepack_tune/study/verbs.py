@@ -1,19 +1,18 @@
-"""The verbs ``tune``, ``deploy`` and ``rollback``: a study of the planner's settings, and the bundle of its outcome."""
+"""The verbs ``tune`` and ``deploy``: a study of the planner's settings, and the bundle of its outcome."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 from profiler.files import content_hash, read_json, write_json, write_text
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, cost_model_header, typed_parts, write_bundle
-from routepack_tune.config import Config, check_tracking_uri, load_config, without_password
+from routepack_tune.config import Config, load_config, without_password
 from routepack_tune.environment import version
 from routepack_tune.planner import Planner
 from routepack_tune.steps.traces import list_step_files, load_step_batch
@@ -26,14 +25,12 @@ from routepack_tune.study.folder import (
     locked_study,
     read_study,
     set_aside,
-    study_name,
     tables_file,
 )
 
 if TYPE_CHECKING:
     from profiler import Observer
-    from routepack_tune.tracking.registry import RolledBack
-    from search import Plan, StepBatch, TuneTask
+    from search import Plan, TuneTask
 
 Paths = Path | str | Sequence[Path | str]
 _LOG = logging.getLogger("routepack_tune")
@@ -87,7 +84,8 @@ def tune(
     task, files = _tune_task(steps, costmodel, settings, seed)
     task = dataclasses.replace(task, enqueue=tuple(best_setting(path, task) for path in warm_start))
     with locked_study(out):
-        name, where = study_name(task), storage or choose_storage(out)
+        name = f"routepack-{content_hash(task.signature)[:12]}"  # the same inputs get the same one, in any storage
+        where = storage or choose_storage(out)
         if new_study:
             name = open_study(task, where, name, new_study=True).study_name
             set_aside(out)
@@ -135,29 +133,6 @@ def deploy(study: Path | str, out: Path | str, register: str | None = None) -> P
     return out
 
 
-def rollback(name: str, tracking_uri: str | None = None) -> RolledBack:
-    """Make the registered planner's earlier version the champion again; called twice, nothing has changed.
-
-    Raises
-    ------
-    RoutePackError
-        If no store is named, the store or the model is not there, or there is no earlier version.
-    """
-    from routepack_tune.tracking.registry import roll_back
-
-    wanted = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "").strip()
-    if not wanted:
-        raise RoutePackError(
-            "No MLflow store is named. Give --tracking-uri or set MLFLOW_TRACKING_URI; a study's own store is "
-            "sqlite:///STUDY/mlflow.db."
-        )
-    try:
-        check_tracking_uri(wanted)
-    except ValueError as error:
-        raise RoutePackError(str(error)) from None
-    return roll_back(name, wanted)
-
-
 def exported_settings(document: dict[str, Any]) -> dict[str, Any]:
     """Return ``params`` and ``max_tokens`` of what a study exports, with the ``number`` of the trial."""
     summary, config = document["summary"], document["config"]
@@ -193,13 +168,9 @@ def _tune_task(steps: Paths, costmodel: Path, settings: Config, seed: int) -> tu
     from search import TuneTask
 
     files = list_step_files(steps)
-    batches: list[StepBatch] = []
-    for path in files:
-        try:
-            batches.append(load_step_batch(path, settings.model, settings.max_tokens_per_microbatch))
-        except RoutePackError as error:
-            hint = f" To tune on part of a folder, give a quoted glob or files instead of {path.parent}."
-            raise RoutePackError(f"{error}{hint if len(files) > 1 else ''}") from None
+    hint = f" To tune on part of a folder, give a quoted glob or files instead of {files[0].parent}."
+    with explained(after=hint if len(files) > 1 else ""):
+        batches = [load_step_batch(path, settings.model, settings.max_tokens_per_microbatch) for path in files]
     names = [path.stem for path in files]
     if len(set(names)) < len(names):
         names = [f"{i:03d}-{name}" for i, name in enumerate(names)]
@@ -244,20 +215,17 @@ def _planner_of_study(study: Path, document: dict[str, Any], exported: dict[str,
     tables = StepTables.load(study / tables_file(cap, settings["max_tokens_per_microbatch"]))
     planner = Planner(spec, topology, cap, params, tables, DeviceFingerprint.from_dict(document["fingerprint"]))
     batch = load_step_batch(study / RECHECK_FILE, spec)
-    try:
+    with explained(f"What {study} exports fails its re-check: ", " Tune again."):
         plan = planner.plan(batch, seed=1)
         check_plan(plan, batch.lengths, spec.num_experts)
         if not 0 < plan.predicted.step_time_s < float("inf"):
             raise RoutePackError(f"its predicted step time is {plan.predicted.step_time_s} s")
-    except RoutePackError as error:
-        raise RoutePackError(f"What {study} exports fails its re-check: {error} Tune again.") from None
     return planner, plan
 
 
 def _provenance(document: dict[str, Any], exported: dict[str, Any], recheck: Plan) -> dict[str, Any]:
     summary = document["summary"]
     holdout, best = summary["holdout"], summary["export"] == "best"
-    scores = holdout["best"] if best else holdout["default_settings"]
     return {
         "written_by": f"routepack-tune {version()}",
         "study": document["study_name"],
@@ -267,8 +235,6 @@ def _provenance(document: dict[str, Any], exported: dict[str, Any], recheck: Pla
         "objective": exported.get("value"),
         "held_out_objective": holdout["best_value"] if best else holdout["default_value"],
         "held_out_gain_pct": holdout["gain_pct"] if best else 0.0,
-        "held_out_step_time_s": _mean([score["step_time_s"] for score in scores]),
-        "held_out_default_s": _mean([score["default_s"] for score in scores]),
         "mlflow": document["tracking"],
         "data_hashes": {step["name"]: step["data_hash"] for step in document["steps"]},
         "cost_model": document["cost_model"],
@@ -284,7 +250,3 @@ def _provenance(document: dict[str, Any], exported: dict[str, Any], recheck: Pla
             "default_s": recheck.default.step_time_s,
         },
     }
-
-
-def _mean(values: list[float]) -> float | None:
-    return statistics.fmean(values) if values else None

@@ -7,6 +7,7 @@ The folder is complete before anything is sent; a failure to track is a warning.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import tempfile
 import warnings
@@ -21,7 +22,7 @@ from profiler.files import write_text
 from routepack_tune.config import without_password
 from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines, gains
 from routepack_tune.tracking.registry import promote
-from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, Store, log_pyfunc, own_uri, what_mlflow_said
+from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, Store, log_pyfunc, what_mlflow_said
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
@@ -32,37 +33,20 @@ REGISTERED_PREFIX = "routepack-costmodel-"
 PICTURES = "plots"
 
 
-def track_fit(
-    model: CostModel, folder: Path | str, pictures: Mapping[str, str], uri: str, experiment: str
-) -> dict[str, str]:
-    """Log the cost model in ``folder`` and register it; whatever fails becomes a warning.
-
-    Parameters
-    ----------
-    pictures
-        SVG by name.
-    uri, experiment
-        The tracking store and the experiment's name in it.
-
-    Returns
-    -------
-    dict
-        ``run_id`` and ``model_uri`` (``models:/NAME/VERSION``); empty where tracking failed.
-    """
-    folder = Path(folder)
+def track_fit(model: CostModel, folder: Path | str, pictures: Mapping[str, str], uri: str, experiment: str) -> None:
+    """Log the cost model in ``folder`` with its SVG pictures and register it; whatever fails becomes a warning."""
     try:
-        return _log(model, folder, pictures, uri, experiment)
+        _log(model, Path(folder), pictures, uri, experiment)
     except Exception as error:
         told = f"{type(error).__name__}: {what_mlflow_said(error)}"
         warnings.warn(
             f"MLflow at {without_password(uri)} could not log the cost model ({told}). It is whole in {folder}.",
             stacklevel=2,
         )
-        return {}
 
 
-def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, experiment: str) -> dict[str, str]:
-    store, name = Store(uri, experiment), REGISTERED_PREFIX + registered_suffix(model.spec.name)
+def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, experiment: str) -> None:
+    store, name = Store(uri, experiment), REGISTERED_PREFIX + re.sub(r"[^\w.-]", "-", model.spec.name)
     client, example = store.client, input_example(model)
     from mlflow.models import infer_signature  # after the client: importing MLflow is quiet from there on
 
@@ -80,31 +64,13 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
             if (clean / REPORT_FILE).is_file():
                 client.log_artifact(run_id, str(clean / REPORT_FILE))
             signature = infer_signature(example, predict_frame(model, example))
-            version = log_pyfunc(
-                store,
-                run_id,
-                "costmodel",
-                "pyfunc_costmodel.py",
-                clean,
-                name,
-                signature=signature,
-                input_example=example,
-            )
+            how = {"signature": signature, "input_example": example}
+            version = log_pyfunc(store, run_id, "costmodel", "pyfunc_costmodel.py", clean, name, **how)
             promote(client, name, version)
     except Exception:
         client.set_terminated(run_id, status="FAILED")
         raise
     client.set_terminated(run_id, status="FINISHED")
-    return {
-        "run_id": run_id,
-        "model_uri": f"models:/{name}/{version}",
-        "tracking_uri": "" if uri == own_uri(folder) else without_password(uri),
-    }
-
-
-def registered_suffix(name: str) -> str:
-    """Return a model's name as the registry takes it."""
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
 
 
 def fit_facts(model: CostModel) -> dict[str, Any]:

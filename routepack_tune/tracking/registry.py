@@ -6,36 +6,26 @@ The champion always moves first: a kill in between leaves a champion, never none
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from profiler.errors import RoutePackError
-from routepack_tune.config import without_password
+from routepack_tune.config import check_tracking_uri, without_password
 from routepack_tune.tracking.store import KIND, SQLITE, Store, log_pyfunc, quiet_mlflow, what_mlflow_said
 
 CHAMPION, PREVIOUS = "champion", "previous"
 
 
-@dataclass(frozen=True, slots=True)
-class RolledBack:
-    """What a rollback did."""
+class RolledBack(NamedTuple):
+    """The versions that are champion and previous now; no previous one where there was no champion."""
 
-    name: str
     champion: str
-    """Version that is the champion now."""
     previous: str
-    """Version that was the champion."""
 
 
-def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experiment: str) -> str:
-    """Log a bundle's folder with the study's run, register it and make it the champion.
-
-    Returns
-    -------
-    str
-        ``models:/NAME@champion``.
-    """
+def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experiment: str) -> None:
+    """Log a bundle's folder with the study's run, register it and make it the champion."""
     try:
         store = Store(uri, experiment)
         run_id = run_id or store.create_run(f"bundle {name}", {KIND: "bundle"})
@@ -46,7 +36,6 @@ def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experi
             f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {what_mlflow_said(error)} "
             "Check the tracking server and run `routepack deploy` again."
         ) from None
-    return f"models:/{name}@{CHAMPION}"
 
 
 def planner_signature() -> Any:
@@ -66,8 +55,21 @@ def promote(client: Any, name: str, version: str) -> None:
         client.set_registered_model_alias(name, PREVIOUS, before)
 
 
-def roll_back(name: str, uri: str) -> RolledBack:
-    """Exchange ``@champion`` and ``@previous`` of a registered model."""
+def rollback(name: str, tracking_uri: str | None = None) -> RolledBack:
+    """Make the registered planner's earlier version the champion again; called twice, nothing has changed.
+
+    Raises
+    ------
+    RoutePackError
+        If no store is named, the store or the model is not there, or there is no earlier version.
+    """
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "").strip()
+    if not uri:
+        raise RoutePackError(
+            "No MLflow store is named. Give --tracking-uri or set MLFLOW_TRACKING_URI; a study's own store is "
+            "sqlite:///STUDY/mlflow.db."
+        )
+    check_tracking_uri(uri)
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
         raise RoutePackError(f"{uri} is no file: nothing was registered there. Give the store of the registry.")
     mlflow = quiet_mlflow()
@@ -92,7 +94,7 @@ def roll_back(name: str, uri: str) -> RolledBack:
             f"MLflow at {without_password(uri)} could not roll back {name!r}: {what_mlflow_said(error)} Check the "
             "server and try again."
         ) from None
-    return RolledBack(name, previous, champion or "")
+    return RolledBack(previous, champion or "")
 
 
 def _version_of(client: Any, name: str, alias: str) -> str | None:

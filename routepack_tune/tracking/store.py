@@ -14,12 +14,11 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from profiler.errors import RoutePackError
 from routepack_tune.config import check_tracking_uri, without_password
 
 DATABASE = "mlflow.db"
@@ -64,10 +63,7 @@ def tracking_uri(configured: str, folder: Path | str) -> str:
     if configured:
         return configured
     wanted = os.environ.get("MLFLOW_TRACKING_URI", "").strip()
-    try:
-        check_tracking_uri(wanted)
-    except ValueError as error:
-        raise RoutePackError(f"MLFLOW_TRACKING_URI: {error}") from None
+    check_tracking_uri(wanted, "MLFLOW_TRACKING_URI")
     return wanted or own_uri(folder)
 
 
@@ -121,21 +117,19 @@ class Store:
         self,
         run_id: str,
         params: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float | list[tuple[int, float]]] | None = None,
         tags: Mapping[str, str] | None = None,
-        series: Mapping[str, Sequence[tuple[int, float]]] | None = None,
         time_ms: int | None = None,
     ) -> None:
-        """Write parameters, metrics and tags of a run; a number that is not finite becomes a tag.
+        """Write parameters, metrics (numbers, or points of step and value) and tags of a run.
 
-        ``series`` maps a metric's name to its points (step, value). A call with the same
-        ``time_ms`` adds nothing.
+        A number that is not finite becomes a tag. A call with the same ``time_ms`` adds nothing.
         """
         from mlflow.entities import Metric, Param, RunTag
 
         stamp = int(time.time() * 1000) if time_ms is None else time_ms
-        given = [(name, 0, value) for name, value in (metrics or {}).items()]
-        given += [(name, step, value) for name, steps in (series or {}).items() for step, value in steps]
+        series = {name: told if isinstance(told, list) else [(0, told)] for name, told in (metrics or {}).items()}
+        given = [(name, step, value) for name, points in series.items() for step, value in points]
         points = [Metric(_key(name), float(v), stamp, step) for name, step, v in given if math.isfinite(v)]
         broken = {f"not_a_metric.{name}": repr(float(v)) for name, _, v in given if not math.isfinite(v)}
         texts = {name: text for name, text in {**(tags or {}), **broken}.items() if text}

@@ -39,14 +39,8 @@ INPUTS = ("study_name", "signature", "steps", "cost_model", "fingerprint", "tabl
 class StudySync:
     """Brings MLflow up to a study; never raises what a store raises.
 
-    Parameters
-    ----------
-    folder
-        The study's folder: home of the default store.
-    uri
-        The tracking store.
-    task, document
-        What is tuned on, and what ``study.json`` says of it: the parent run shows them.
+    The study is of ``task``, described by the ``document`` of its ``study.json``; its ``folder`` is the home of the
+    default store, ``uri`` names the store that is used.
     """
 
     def __init__(self, folder: Path | str, uri: str, task: TuneTask, document: Mapping[str, Any]) -> None:
@@ -147,12 +141,10 @@ class StudySync:
             tags = {"mlflow.parentRunId": self.run_id, TRIAL: str(number), KIND: "trial"}
             self.trial_runs[number] = self._store.create_run(f"trial {number}", tags)
         cap = {CAP: trial.params[CAP]} if CAP in trial.params else {}
-        metrics, series = trial_metrics(self._task, attrs["scores"] if state != "infeasible" else ())
         self._store.log(
             self.trial_runs[number],
             params=dataclasses.asdict(self._task.planner_of(trial.params)[0]) | cap,
-            metrics=metrics,
-            series=series,
+            metrics=trial_metrics(self._task, attrs["scores"] if state != "infeasible" else ()),
             tags={STATE: state, REASON: attrs.get("infeasible") or attrs.get("pruned", "")},
             time_ms=int(trial.datetime_complete.timestamp() * 1000),
         )
@@ -161,13 +153,15 @@ class StudySync:
 
     def _send_outcome(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         """Write the study's outcome, its pictures and pages, and end the parent run."""
-        from routepack_tune.reports.tuning import save_pictures
+        from routepack_tune.reports.figures import save_png
+        from routepack_tune.reports.tuning import pictures
 
         export = f"{summary['export']}: {summary['export_reason']}"
         self._store.log(self.run_id, metrics=outcome_metrics(summary), tags={"routepack.export": export})
         with tempfile.TemporaryDirectory() as folder:
             write_json(Path(folder) / "summary.json", dict(summary))
-            save_pictures(summary, Path(folder) / "plots")
+            for name, figure in pictures(summary).items():
+                save_png(figure, Path(folder) / "plots" / f"{name}.png")
             self._store.client.log_artifacts(self.run_id, folder)
         for path in files:
             self._store.client.log_artifact(self.run_id, str(path))
@@ -198,25 +192,21 @@ def study_facts(task: TuneTask, document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def trial_metrics(
-    task: TuneTask, scored: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, float], dict[str, list[tuple[int, float]]]]:
-    """Return what a trial's planned batches came to: means, and series of (position of the batch in time, value)."""
+def trial_metrics(task: TuneTask, scored: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a trial's planned batches came to: means, and points of (position of the batch in time, value)."""
     scores = [BatchScore(**score) for score in scored]
     if not scores:
-        return {}, {}
-    metrics = {"objective": study_value(scores, task.params)}
+        return {}
+    metrics: dict[str, Any] = {"objective": study_value(scores, task.params)}
     for name in ("step_time_s", "move_s", "plan_s"):
         metrics[name] = statistics.fmean(getattr(score, name) for score in scores)
     metrics["gap_to_bound"] = statistics.fmean(s.step_time_s / s.lower_bound_s - 1 for s in scores)
     if task.params.two_objectives:
         metrics["plan_value"] = statistics.fmean(score.plan_value for score in scores)
     at = [task.names.index(score.name) for score in scores]
-    values = {
-        "batch/step_time_s": [score.step_time_s for score in scores],
-        "batch/value": [score.value(task.params) for score in scores],
-    }
-    return metrics, {name: list(zip(at, points, strict=True)) for name, points in values.items()}
+    metrics["batch/step_time_s"] = [(k, score.step_time_s) for k, score in zip(at, scores, strict=True)]
+    metrics["batch/value"] = [(k, score.value(task.params)) for k, score in zip(at, scores, strict=True)]
+    return metrics
 
 
 def outcome_metrics(summary: Mapping[str, Any]) -> dict[str, float]:

@@ -69,10 +69,10 @@ def test_the_folder_holds_text_json_and_plain_arrays(saved):
     }  # fmt: skip
 
 
-def test_parity_holds_every_row_of_the_validation(fitted, saved):
-    with np.load(saved / "parity.npz") as arrays:
-        for name in ("true", "predicted", "baseline"):
-            assert arrays[f"experts_forward_{name}_us"].size == fitted.models["experts", "forward"].rows
+def test_parity_holds_every_row_of_the_validation(fitted):
+    held_out = fitted.parity["experts_forward"]
+    for times_us in (held_out.true_us, held_out.model_us, held_out.baseline_us):
+        assert times_us.size == fitted.models["experts", "forward"].rows
 
 
 def test_tables_for_checks_what_they_were_frozen_for(fitted, saved, synthetic):

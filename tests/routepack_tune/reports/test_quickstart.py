@@ -6,12 +6,14 @@ import dataclasses
 import re
 from functools import partial
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from profiler import Topology
 from routepack_tune.bundle import untuned_planner
 from routepack_tune.config import load_config
 from routepack_tune.reports.comparison import (
@@ -104,13 +106,13 @@ def _ideal(problem, rows):
 @pytest.fixture(scope="module")
 def report():
     loads = tuple(rank_load(np.random.default_rng(seed).integers(1, 100, (2, 1, 4, 3))) for seed in (0, 1))
-    return quickstart_page(
-        "synthetic & predicted",
-        [outcome(DEFAULT_BASELINE, 2.0, 0.4), outcome("first-fit decreasing + LPT", 1.5), outcome(TUNED, 1.0)],
-        loads,
-        {"device": "<H200>"},
-        ["backward is assumed 2x forward"],
-    )
+    spec, notes = SimpleNamespace(name="tiny & synthetic"), ["backward is assumed 2x forward"]
+    planner = SimpleNamespace(spec=spec, topology=Topology(data_parallel_size=2), max_tokens=8, notes=notes)
+    device = {"name": "<H200>", "arch": "sm_90", "origin": "published"}
+    summary = {"names": {"tuned": ["a"], "holdout": ["b"]}, "best": {"number": 1}}
+    study = {"fingerprint": device, "config": {"topology": {}}, "summary": summary, "tables_hash": "0"}
+    found = [outcome(DEFAULT_BASELINE, 2.0, 0.4), outcome("first-fit decreasing + LPT", 1.5), outcome(TUNED, 1.0)]
+    return quickstart_page(planner, study, found, loads)
 
 
 class Links(HTMLParser):
@@ -131,7 +133,7 @@ def test_page_is_whole_and_loads_nothing(report):
     assert not {"script", "link", "iframe"} & set(links.tags)
     assert links.tags.count("svg") == 2
     assert "url(http" not in page
-    assert "synthetic &amp; predicted" in page
+    assert "tiny &amp; synthetic on 2 data-parallel slots" in page
     assert "&lt;H200&gt;" in page
     for words in ("synthetic batches, predicted times", "assumed", "2.00x", "40.0% → 10.0%"):
         assert words in page

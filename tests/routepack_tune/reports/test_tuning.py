@@ -10,13 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from routepack_tune.reports.tuning import (
-    best_so_far,
-    outcomes,
-    pictures,
-    save_pictures,
-    tuning_page,
-)
+from routepack_tune.reports.figures import save_png
+from routepack_tune.reports.tuning import best_so_far, outcomes, pictures, tuning_page
 from routepack_tune.study.folder import read_study
 
 HISTORY = [
@@ -76,7 +71,8 @@ def test_pictures_draw_what_there_is(document, tmp_path):
     summary = document["summary"]
     drawn = pictures(summary)
     assert set(drawn) == {"history", "importances", "pareto"}
-    save_pictures(summary, tmp_path)
+    for name, figure in drawn.items():
+        save_png(figure, tmp_path / f"{name}.png")
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
     assert set(pictures({**summary, "pareto": [], "importances": {}})) == {"history"}
     (bars,) = drawn["importances"].axes

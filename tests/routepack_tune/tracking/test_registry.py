@@ -10,14 +10,13 @@ import pytest
 from profiler import RoutePackError
 from routepack_tune import load_planner, tune
 from routepack_tune.cli import main
-from routepack_tune.study.verbs import rollback
 from routepack_tune.tracking.registry import (
     CHAMPION,
     PREVIOUS,
     RolledBack,
     planner_signature,
     promote,
-    roll_back,
+    rollback,
 )
 from routepack_tune.tracking.store import own_uri, quiet_mlflow, tracking_at
 
@@ -43,21 +42,21 @@ def test_registering_moves_both_aliases_and_a_rollback_exchanges_them(registry):
         promote(client, "tiny", str(number))  # a second time changes nothing
         expected = {CHAMPION: str(number)} | ({PREVIOUS: str(number - 1)} if number > 1 else {})
         assert aliases(client, "tiny") == expected
-    assert rollback("tiny", uri) == RolledBack("tiny", champion="2", previous="3")
+    assert rollback("tiny", uri) == RolledBack(champion="2", previous="3")
     assert aliases(client, "tiny") == {CHAMPION: "2", PREVIOUS: "3"}
-    assert rollback("tiny", uri) == RolledBack("tiny", champion="3", previous="2")
+    assert rollback("tiny", uri) == RolledBack(champion="3", previous="2")
     assert aliases(client, "tiny") == {CHAMPION: "3", PREVIOUS: "2"}
 
 
 def test_rollback_says_why_it_cannot(registry, tmp_path, monkeypatch):
     client, uri = registry
     with pytest.raises(RoutePackError, match=r"'nobody'.*no version to go back to.*no version at all"):
-        roll_back("nobody", uri)
+        rollback("nobody", uri)
     client.create_registered_model("one")
     client.create_model_version("one", source=uri)
     promote(client, "one", "1")
     with pytest.raises(RoutePackError, match=r"@champion is 1, @previous is not set, versions 1"):
-        roll_back("one", uri)
+        rollback("one", uri)
     assert aliases(client, "one") == {CHAMPION: "1"}
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(RoutePackError, match="Give --tracking-uri or set MLFLOW_TRACKING_URI"):
@@ -81,7 +80,7 @@ def test_rollback_finds_the_store_in_the_environment(registry, monkeypatch):
 
 def test_rollback_without_a_server_is_one_line(tmp_path):
     with pytest.raises(RoutePackError, match=r"could not roll back 'tiny'.*try again") as caught:
-        roll_back("tiny", "http://me:secret@127.0.0.1:9")
+        rollback("tiny", "http://me:secret@127.0.0.1:9")
     assert "secret" not in str(caught.value)
 
 
