@@ -12,7 +12,7 @@ import torch
 from profiler.cases.case import Case, middle_case
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
-from profiler.ranks.collectives import Stage
+from profiler.ranks.exchanges import Stage
 from profiler.ranks.ranks import Ranks
 from profiler.timer import time_case
 
