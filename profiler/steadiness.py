@@ -12,9 +12,8 @@ from __future__ import annotations
 import os
 import re
 import time
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -127,16 +126,6 @@ def _rise(times: Sequence[float], parts: int) -> float:
     """Return by which share the last of so many parts lies above the first."""
     count = max(1, len(times) // parts)
     return median(times[-count:]) / median(times[:count]) - 1
-
-
-def warn_of_problems(found: Mapping[str, Any]) -> None:
-    """Warn where a verdict of :func:`steadiness` names problems."""
-    if found["problems"]:
-        warnings.warn(
-            f"The device was not steady: {'; '.join(found['problems'])}. Close other work and profile again into a new "
-            "folder.",
-            stacklevel=3,
-        )
 
 
 class CpuUse(NamedTuple):

@@ -7,6 +7,7 @@ Cases run in a seeded random order, so that drift of the device does not look li
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -24,10 +25,9 @@ from profiler.measurements import SCHEMA_VERSION, Measurements
 from profiler.model_spec import ModelSpec
 from profiler.observer import Observer
 from profiler.params import FLOAT8, ProfileParams
-from profiler.ranks.exchanges import Stage, design_exchanges, group_sizes, measure_links, run_exchanges
-from profiler.ranks.ranks import Ranks
-from profiler.ranks.slow_ranks import check_alike, relative_times, time_speeds, warn_of_slow_ranks
-from profiler.steadiness import steadiness, time_anchor, warn_of_problems, watched
+from profiler.ranks.exchanges import design_exchanges, group_sizes, measure_links, run_exchanges
+from profiler.ranks.ranks import Ranks, Stage, check_alike, relative_times, time_speeds, warn_of_slow_ranks
+from profiler.steadiness import steadiness, time_anchor, watched
 from profiler.timer import MAX_LOOKS, both_looks, measure_rates, message_of, time_case
 from profiler.topology import Topology
 
@@ -99,7 +99,9 @@ def profile_device(
                 merged = [rows, meta]
         measurements = Measurements.from_rows(*ranks.agree(merged))
     if first:
-        warn_of_problems(measurements.meta["steadiness"])
+        if problems := "; ".join(measurements.meta["steadiness"]["problems"]):
+            way_out = "Close other work and profile again into a new folder."
+            warnings.warn(f"The device was not steady: {problems}. {way_out}", stacklevel=2)
         warn_of_slow_ranks(described)
     return measurements
 

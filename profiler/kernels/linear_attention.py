@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch.nn.functional import normalize, softplus
 
-from profiler.cases.case import Case, filled
-from profiler.cases.operations import CHUNK_TOKENS
+from profiler.cases.case import CHUNK_TOKENS, Case, filled
 from profiler.device.backend import Run, TorchBackend
 from profiler.kernels.attention import Core
 

@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from profiler.cases.case import padded_rows
+from profiler.cases.case import mean_loads
 from profiler.errors import RoutePackError
 
 DRAWS = 48
@@ -26,7 +26,7 @@ def rank_zero_rows(tokens: int, experts: int, top_k: int, ep_size: int, distribu
     """Return the row features (``EXPERT_ROWS``) of EP rank 0 for one line of a table."""
     counts = _global_counts(tokens, experts, top_k, distribution)
     drawn = counts.ndim == 2
-    return local_features(hottest_rank_counts(counts, ep_size, tokens) if drawn else counts[: experts // ep_size])
+    return mean_loads(hottest_rank_counts(counts, ep_size, tokens) if drawn else counts[: experts // ep_size])
 
 
 @cache
@@ -96,10 +96,3 @@ def hottest_rank_counts(counts_ME: np.ndarray, ep_size: int, num_tokens: int) ->
     room = num_tokens - counts
     counts += np.clip(surplus - (room.cumsum(axis=1) - room), 0, room)
     return counts[:, : counts.shape[1] // ep_size]
-
-
-def local_features(counts: np.ndarray) -> tuple[int, ...]:
-    """Return rounded means over draws of (rows, active experts, padded rows, hottest expert's rows); [M, e] or [e]."""
-    counts = np.atleast_2d(counts)
-    each = (counts.sum(axis=1), (counts > 0).sum(axis=1), padded_rows(counts).sum(axis=1), counts.max(axis=1))
-    return tuple(int(np.rint(values.mean())) for values in each)

@@ -29,8 +29,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from profiler.cases.case import case_id, causal_pairs
-from profiler.cases.operations import EXPERT_ROWS, HEADS, OPERATIONS
+from profiler.cases.case import EXPERT_ROWS, HEADS, OPERATIONS, case_id, causal_pairs
 from profiler.device.fingerprint import GIB, DeviceFingerprint
 from profiler.errors import RoutePackError
 from profiler.files import file_hash

@@ -24,16 +24,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from profiler.cases.case import Case, doubtful_cases
+from profiler.cases.case import DIRECTIONS, Case, doubtful_cases
 from profiler.cases.design import LOAD_FACTOR, Design, log_sizes
-from profiler.cases.operations import DIRECTIONS
-from profiler.device.backend import TorchBackend
 from profiler.device.fingerprint import DeviceFingerprint
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
 from profiler.observer import Observer
-from profiler.params import ProfileParams
-from profiler.ranks.ranks import Ranks, first_line
+from profiler.ranks.ranks import Stage, first_line
 from profiler.timer import MAX_LOOKS, STEADY, both_looks, message_of, times_of
 from profiler.topology import Topology
 
@@ -61,17 +58,6 @@ ITEM_BYTES = 2
 """Rows travel in 16 bits."""
 TRANSFER_SCALES = (1 / 16, 1 / 4, 1, 4)
 """Sizes of a transfer over those of one expert: a shard of it to a few at once."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What every exchange needs."""
-
-    ranks: Ranks
-    backend: TorchBackend
-    params: ProfileParams
-    fingerprint: DeviceFingerprint
-    """Rank 0's, on every rank."""
 
 
 @dataclass(frozen=True)
@@ -227,11 +213,25 @@ def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: O
 
 
 def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
-    """Return one row, the same on every rank."""
+    """Return one row, the same on every rank: warm up until two rounds agree, then time enough fair ones."""
     move = _move(stage, case, direction)
-    found = summary(stage, case, _rounds(stage, move))
+    offsets, began = stage.ranks.clock_offsets(), time.perf_counter()
+    params, budget_s = stage.params, stage.params.max_case_seconds / len(DIRECTIONS)
+    previous = float("inf")
+    for _ in range(MAX_WARM_UP):
+        warm = time_round(stage, move, offsets, began)
+        if abs(warm.time_us - previous) <= STEADY * previous or warm.spent_s > budget_s:
+            break
+        previous = warm.time_us
+    rounds: list[Round] = []
+    fair = 0
+    while len(rounds) < MAX_ROUNDS * params.repeats and fair < params.repeats:
+        if fair >= params.min_repeats and rounds[-1].spent_s > budget_s:
+            break
+        rounds.append(time_round(stage, move, offsets, began))
+        fair += rounds[-1].skew_us <= rounds[-1].limit_us
     torch.cuda.empty_cache()
-    return case.row(direction, DTYPE) | {"kernel": move.kernel} | found
+    return case.row(direction, DTYPE) | {"kernel": move.kernel} | summary(stage, case, rounds)
 
 
 def _move(stage: Stage, case: Case, direction: str) -> Move:
@@ -260,26 +260,6 @@ def _move(stage: Stage, case: Case, direction: str) -> Move:
 
     transport = "nccl" if stage.backend.kind == "cuda" else "gloo"
     return Move(run, active, f"{transport} {kernel}")
-
-
-def _rounds(stage: Stage, move: Move) -> list[Round]:
-    """Return the timed rounds, dropped ones included, after warming up until two agree."""
-    offsets, began = stage.ranks.clock_offsets(), time.perf_counter()
-    params, budget_s = stage.params, stage.params.max_case_seconds / len(DIRECTIONS)
-    previous = float("inf")
-    for _ in range(MAX_WARM_UP):
-        warm = time_round(stage, move, offsets, began)
-        if abs(warm.time_us - previous) <= STEADY * previous or warm.spent_s > budget_s:
-            break
-        previous = warm.time_us
-    rounds: list[Round] = []
-    fair = 0
-    while len(rounds) < MAX_ROUNDS * params.repeats and fair < params.repeats:
-        if fair >= params.min_repeats and rounds[-1].spent_s > budget_s:
-            break
-        rounds.append(time_round(stage, move, offsets, began))
-        fair += rounds[-1].skew_us <= rounds[-1].limit_us
-    return rounds
 
 
 def time_round(stage: Stage, move: Move, offsets: list[float], began: float) -> Round:

@@ -11,8 +11,7 @@ import pytest
 from oracles import delta_rule_slow, experts_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import Case, cell_case, experts_case
-from profiler.cases.operations import OPERATIONS
+from profiler.cases.case import OPERATIONS, Case, cell_case, experts_case
 from profiler.kernels.works import LIBRARIES, WORKS, Library, Work, make_work
 from profiler.timer import backward_of
 

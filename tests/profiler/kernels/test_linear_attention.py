@@ -4,8 +4,7 @@ import pytest
 from oracles import delta_rule_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import cell_case
-from profiler.cases.operations import CHUNK_TOKENS
+from profiler.cases.case import CHUNK_TOKENS, cell_case
 from profiler.kernels.linear_attention import chunked_core, linear_attention_work
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

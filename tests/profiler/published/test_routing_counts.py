@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from profiler.published.routing_counts import balanced_counts, hottest_rank_counts, local_features, power_law_counts
+from profiler.cases.case import mean_loads
+from profiler.published.routing_counts import balanced_counts, hottest_rank_counts, power_law_counts
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,6 @@ def test_with_one_rank_nothing_is_lost():
     assert (hottest_rank_counts(drawn, 1, 32).sum(axis=1) == 64).all()
 
 
-def test_local_features_are_means_over_draws():
-    assert local_features(np.array([0, 3, 129])) == (132, 2, 384, 129)
-    assert local_features(np.array([[2, 0], [4, 2]])) == (4, 2, 192, 3)
+def test_mean_loads_are_means_over_draws():
+    assert mean_loads(np.array([0, 3, 129])) == (132, 2, 384, 129)
+    assert mean_loads(np.array([[2, 0], [4, 2]])) == (4, 2, 192, 3)

@@ -14,7 +14,6 @@ from profiler.ranks.exchanges import (
     UNIT_BYTES,
     Move,
     Round,
-    Stage,
     above_link,
     alltoall_case,
     design_exchanges,
@@ -27,6 +26,7 @@ from profiler.ranks.exchanges import (
     time_round,
     transfer_case,
 )
+from profiler.ranks.ranks import Stage
 from profiler.timer import times_of
 
 CONFIG = {
