@@ -10,8 +10,7 @@ from profiler.errors import RoutePackError
 from profiler.measurements import Measurements
 from profiler.model_spec import SHIPPED_MODELS, ModelSpec, load_model
 from profiler.observer import Observer
-from profiler.params import ProfileParams
-from profiler.topology import Topology
+from profiler.params import ProfileParams, Topology
 
 if TYPE_CHECKING:
     from profiler.published.rows import import_published

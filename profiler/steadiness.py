@@ -63,7 +63,9 @@ def watched(backend: TorchBackend, journal: Journal) -> Iterator[None]:
     """Note how one run of a sweep went: one ``session`` line of the journal, written also when it was interrupted."""
     held, busy_s = len(journal.rows) + len(journal.anchors), backend.busy_s
     began, before = time.perf_counter(), cpu_use()
-    backend.warm_up(WARM_UP_S[backend.kind])
+    while time.perf_counter() - began < WARM_UP_S[backend.kind]:
+        backend.flush()
+        backend.timed(lambda: None)  # Waits for a GPU.
     try:
         yield
     finally:

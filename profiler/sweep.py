@@ -24,12 +24,11 @@ from profiler.journal import JOURNAL_NAME, Journal
 from profiler.measurements import SCHEMA_VERSION, Measurements
 from profiler.model_spec import ModelSpec
 from profiler.observer import Observer
-from profiler.params import FLOAT8, ProfileParams
+from profiler.params import FLOAT8, ProfileParams, Topology
 from profiler.ranks.exchanges import design_exchanges, group_sizes, measure_links, run_exchanges
 from profiler.ranks.ranks import Ranks, Stage, check_alike, relative_times, time_speeds, warn_of_slow_ranks
 from profiler.steadiness import steadiness, time_anchor, watched
 from profiler.timer import MAX_LOOKS, both_looks, measure_rates, message_of, time_case
-from profiler.topology import Topology
 
 WHAT, WHAT_AGAIN = "profile", "profile short and doubtful cases again"
 ANCHOR_EVERY = 12

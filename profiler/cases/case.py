@@ -1,17 +1,6 @@
 """Operations that are timed, and cases, the unit of timing: one operation at one size.
 
-Both say which features describe a run, and what it asks of a device.
-
-Legend
-------
-attention         the core alone, softmax(Q K^T) V over the sequences of one cell on one rank, causal, maybe windowed
-linear_attention  the core of a gated delta-rule layer, whose work grows with tokens alone
-dense             one GEMM, ``tokens x k @ k x n``
-router            choosing experts for the tokens of one cell, sorting them by expert and adding them up again
-experts           the grouped GEMMs (gate, up, SwiGLU, down) of one EP rank
-alltoall          one exchange among ``ranks``; the busiest rank sends or receives ``bytes`` in all, ``inter_bytes`` of
-                  them over the border of its node
-transfer          one expert's parameters and optimizer state from rank to rank, inside a node or between two
+Both say which features describe a run, and what it asks of a device; docs/profiling.md lists the operations.
 """
 
 from __future__ import annotations

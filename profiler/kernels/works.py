@@ -14,9 +14,8 @@ from torch.nn.functional import silu
 
 from profiler.cases.case import Case, filled
 from profiler.device.backend import Run, TorchBackend
-from profiler.kernels.attention import attention_work, packed_core
+from profiler.kernels.attention import attention_work, linear_attention_work, packed_core
 from profiler.kernels.gemms import dense_work, experts_work, router_work
-from profiler.kernels.linear_attention import linear_attention_work
 
 
 class Work(NamedTuple):

@@ -30,9 +30,9 @@ from profiler.device.fingerprint import DeviceFingerprint
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
 from profiler.observer import Observer
+from profiler.params import Topology
 from profiler.ranks.ranks import Stage, first_line
 from profiler.timer import MAX_LOOKS, STEADY, both_looks, message_of, times_of
-from profiler.topology import Topology
 
 WHAT = "profile exchanges"
 DTYPE = "uint8"
