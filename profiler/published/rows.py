@@ -291,8 +291,8 @@ def _read_system(folder: Path) -> dict[str, Any]:
     import yaml
 
     folder = folder.resolve()
-    outside = (parent / f"{folder.name}.yaml" for parent in (folder, folder.parent, folder.parent.parent))
-    path = next((path for path in (folder / "system.yaml", *outside) if path.is_file()), None)
+    named = (folder / "system.yaml", folder.parent.parent / f"{folder.name}.yaml")
+    path = next((path for path in named if path.is_file()), None)
     if path is None:
         return {}
     try:
