@@ -59,10 +59,7 @@ def class_of(case: Case) -> tuple[str, int, int, int]:
 
 @dataclass(frozen=True)
 class Design:
-    """The pool of a sweep for one model, topology and token cap, and what was left out.
-
-    RoutePackError if the experts do not divide over the ranks, or the device affords no case of some operation.
-    """
+    """The pool of a sweep for one model, topology and token cap, and what was left out."""
 
     spec: ModelSpec
     topology: Topology

@@ -179,10 +179,9 @@ def _versions(*packages: str) -> dict[str, str]:
 
 def read_text(path: Path | str) -> str:
     """Return what a file of the kernel says, empty where it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _nvidia_smi(*arguments: str) -> str:

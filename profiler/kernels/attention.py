@@ -119,8 +119,7 @@ def _windowed(query_HSD: torch.Tensor, key_GSD: torch.Tensor, value_GSD: torch.T
 def linear_attention_work(case: Case, backend: TorchBackend, core: Core | None = None) -> Run:
     """Return the run of a linear attention case, by another ``core`` than torch's own if given."""
     f = case.features
-    query_TGK = backend.tensor(f["tokens"], f["num_kv_heads"], f["qk_head_dim"])
-    key_TGK = backend.tensor(f["tokens"], f["num_kv_heads"], f["qk_head_dim"])
+    query_TGK, key_TGK = (backend.tensor(f["tokens"], f["num_kv_heads"], f["qk_head_dim"]) for _ in range(2))
     value_THV = backend.tensor(f["tokens"], f["num_heads"], f["v_head_dim"])
     decay_TH, write_TH = (backend.tensor(f["tokens"], f["num_heads"]) for _ in range(2))
     shared = f["num_heads"] // f["num_kv_heads"]
@@ -154,10 +153,7 @@ def chunked_core(lengths: tuple[int, ...], backend: TorchBackend) -> Core:
 def _inside_chunks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay_NHC: torch.Tensor, write_NHC: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return what the chain needs of every chunk, all chunks at once.
-
-    New values and what they lose by the state, scores, queries and keys of the state, and the share of it kept.
-    """
+    """Return all chunks' new values, their loss by the state, scores, the state's queries and keys, its share kept."""
     reach_NHC = decay_NHC.cumsum(-1)
     # Differences above the diagonal are positive and would overflow: masked before the exponential.
     fade = (reach_NHC[..., :, None] - reach_NHC[..., None, :]).tril().exp().tril()

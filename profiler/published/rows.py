@@ -253,7 +253,6 @@ def _table_sets(folder: Path) -> dict[str, dict[str, Path]]:
 
 
 def _newest_first(names: Iterable[str]) -> list[str]:
-
     def preference(name: str) -> tuple[bool, list[tuple[int, str]]]:
         # Digits compare as numbers, so that 1.10 is newer than 1.9; a release is newer than its candidate.
         parts = re.findall(r"\d+|[a-z]+", name.lower())
