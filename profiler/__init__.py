@@ -10,8 +10,7 @@ from profiler.errors import RoutePackError
 from profiler.measurements import Measurements
 from profiler.model_spec import SHIPPED_MODELS, ModelSpec, load_model
 from profiler.observer import Observer
-from profiler.params import ProfileParams
-from profiler.topology import Topology
+from profiler.params import ProfileParams, Topology
 
 if TYPE_CHECKING:
     from profiler.published.rows import import_published
@@ -43,12 +42,4 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _LAZY:
             raise AttributeError(f"module 'profiler' has no attribute {name!r}")
-        try:
-            return getattr(import_module(_LAZY[name]), name)
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            raise RoutePackError(
-                "Profiling needs torch, which is not installed here. Install it (pip install torch), or import "
-                "published timings with --published."
-            ) from None
+        return getattr(import_module(_LAZY[name]), name)

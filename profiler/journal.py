@@ -64,10 +64,22 @@ class Journal:
 
     def begin(self, header: dict[str, Any]) -> None:
         """Check that this run may share the folder (devices, software, model, type and threads), and note it."""
-        if self.header:
-            self._check_same(header)
-        elif self.folder and (self.folder / FILE_NAME).exists():
+        first, reasons = self.header or header, []
+        if not self.header and self.folder and (self.folder / FILE_NAME).exists():
             raise RoutePackError(f"{self.folder} holds measurements of other origin. Choose another --out.")
+        for rank, devices in enumerate(zip(first["fingerprints"], header["fingerprints"], strict=False)):
+            match = compare_fingerprints(*(DeviceFingerprint.from_dict(device) for device in devices))
+            reasons += [f"rank {rank}: {reason}" if rank else reason for reason in match.reasons]
+        for name in ("model", "dtype", "threads"):
+            if first[name] != header[name]:
+                reasons.append(f"{name} is {header[name]}, expected {first[name]}")
+        if first["spec_hash"] != header["spec_hash"]:
+            reasons.append("the shape of the model differs")
+        if reasons:
+            raise RoutePackError(
+                f"{self.folder} holds cases of another profile: {'; '.join(reasons)}. Times must not mix: choose "
+                "another --out."
+            )
         self.add(header=header)
 
     def known(self, case: Case, dtype: str) -> list[dict[str, Any]]:
@@ -109,19 +121,3 @@ class Journal:
                 raise RoutePackError(
                     f"Journal {path} is damaged in line {number}. Remove that line, or choose another --out."
                 ) from None
-
-    def _check_same(self, header: dict[str, Any]) -> None:
-        first, reasons = self.header, []
-        for rank, devices in enumerate(zip(first["fingerprints"], header["fingerprints"], strict=False)):
-            match = compare_fingerprints(*(DeviceFingerprint.from_dict(device) for device in devices))
-            reasons += [f"rank {rank}: {reason}" if rank else reason for reason in match.reasons]
-        for name in ("model", "dtype", "threads"):
-            if first[name] != header[name]:
-                reasons.append(f"{name} is {header[name]}, expected {first[name]}")
-        if first["spec_hash"] != header["spec_hash"]:
-            reasons.append("the shape of the model differs")
-        if reasons:
-            raise RoutePackError(
-                f"{self.folder} holds cases of another profile: {'; '.join(reasons)}. Times must not mix: choose "
-                "another --out."
-            )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler.cases.operations import FEATURE_COLUMNS
+from profiler.cases.case import FEATURE_COLUMNS
 from profiler.errors import RoutePackError
 from profiler.files import canonical_json, write_bytes
 

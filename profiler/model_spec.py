@@ -235,14 +235,11 @@ def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
 
     RoutePackError if the name is unknown and no such file exists, or the file is not an MoE model's configuration.
     """
-    if model in SHIPPED_MODELS:
-        return ModelSpec.from_config(read_json(MODELS / f"{model}.json", "Model configuration"), model)
-    path = Path(folder, model)
+    path = MODELS / f"{model}.json" if model in SHIPPED_MODELS else Path(folder, model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise RoutePackError(f"Model {model!r} is neither shipped ({', '.join(SHIPPED_MODELS)}) nor a config.json.")
     config = read_json(path, "Model configuration")
     if not isinstance(config, dict):
         raise RoutePackError(f"Model configuration {path} is not a JSON object.")
-    name = path.parent.name if path.name == "config.json" else path.stem
-    return ModelSpec.from_config(config, name)
+    return ModelSpec.from_config(config, path.parent.name if path.name == "config.json" else path.stem)

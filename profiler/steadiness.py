@@ -12,9 +12,8 @@ from __future__ import annotations
 import os
 import re
 import time
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -64,7 +63,9 @@ def watched(backend: TorchBackend, journal: Journal) -> Iterator[None]:
     """Note how one run of a sweep went: one ``session`` line of the journal, written also when it was interrupted."""
     held, busy_s = len(journal.rows) + len(journal.anchors), backend.busy_s
     began, before = time.perf_counter(), cpu_use()
-    backend.warm_up(WARM_UP_S[backend.kind])
+    while time.perf_counter() - began < WARM_UP_S[backend.kind]:
+        backend.flush()
+        backend.timed(lambda: None)  # Waits for a GPU.
     try:
         yield
     finally:
@@ -127,16 +128,6 @@ def _rise(times: Sequence[float], parts: int) -> float:
     """Return by which share the last of so many parts lies above the first."""
     count = max(1, len(times) // parts)
     return median(times[-count:]) / median(times[:count]) - 1
-
-
-def warn_of_problems(found: Mapping[str, Any]) -> None:
-    """Warn where a verdict of :func:`steadiness` names problems."""
-    if found["problems"]:
-        warnings.warn(
-            f"The device was not steady: {'; '.join(found['problems'])}. Close other work and profile again into a new "
-            "folder.",
-            stacklevel=3,
-        )
 
 
 class CpuUse(NamedTuple):

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from profiler.cases.case import Case, Rates, cell_case, forward_flops
-from profiler.cases.operations import DIRECTIONS
+from profiler.cases.case import DIRECTIONS, Case, Rates, cell_case, forward_flops
 from profiler.device.backend import FLUSH_BYTES, TorchBackend
 from profiler.errors import RoutePackError
 from profiler.kernels.works import Work, make_work

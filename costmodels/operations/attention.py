@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.features import Columns, Operation, Parameter, Parameters, smooth_max
-from profiler.cases.operations import CHUNK_TOKENS
+from profiler.cases.case import CHUNK_TOKENS
 
 QUERY_TILE = 128
 SMALL_HEAD = 64

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.features import Columns, Operation, Parameter, Parameters, smooth_max
-from profiler.cases.operations import TILE_ROWS
+from profiler.cases.case import TILE_ROWS
 
 ELEMENT_BYTES = 2.0
 FUSED_EXPERTS = 128

@@ -21,8 +21,8 @@ import numpy as np
 from costmodels import CostModel
 from costmodels.operations import OPERATIONS
 from profiler import Measurements, ProfileParams, fingerprint_device
+from profiler.cases.case import OPERATIONS as TIMED
 from profiler.cases.case import Case, Rates, case_bytes, case_seconds
-from profiler.cases.operations import OPERATIONS as TIMED
 from profiler.device.backend import TorchBackend
 from profiler.files import write_json
 from profiler.timer import time_case

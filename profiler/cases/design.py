@@ -22,8 +22,7 @@ import numpy as np
 from profiler.cases.case import Case, Rates, Seen, case_bytes, case_seconds, cell_case, experts_case
 from profiler.errors import RoutePackError
 from profiler.model_spec import ModelSpec
-from profiler.params import FLOAT8, ProfileParams
-from profiler.topology import Topology
+from profiler.params import FLOAT8, ProfileParams, Topology
 
 SEEN = "seen"
 """Pattern of cases taken from the user's own steps."""
@@ -60,10 +59,7 @@ def class_of(case: Case) -> tuple[str, int, int, int]:
 
 @dataclass(frozen=True)
 class Design:
-    """The pool of a sweep for one model, topology and token cap, and what was left out.
-
-    RoutePackError if the experts do not divide over the ranks, or the device affords no case of some operation.
-    """
+    """The pool of a sweep for one model, topology and token cap, and what was left out."""
 
     spec: ModelSpec
     topology: Topology
@@ -87,7 +83,11 @@ class Design:
         found = {"attention": [case for window in spec.attention_windows for case in self._cells("attention", window)]}
         if any(spec.linear_layers):
             found["linear_attention"] = self._cells("linear_attention")
-        found |= {"dense": self._dense(), "router": self._router(), "experts": self._experts(rng)}
+        routed = {name: getattr(spec, name) for name in ("hidden_size", "num_experts", "top_k")}
+        # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
+        share = self.max_tokens // self.topology.ranks_per_slot
+        found |= {"dense": self._dense(), "router": self._fine("tokens of one rank", share, "router", routed)}
+        found["experts"] = self._experts(rng)
         distinct: dict[str, Case] = {}
         for op, cases in found.items():
             if not cases:
@@ -162,11 +162,6 @@ class Design:
         for n, k in sorted(shapes):
             cases += self._fine(f"{n} x {k}, tokens", most, "dense", {"n": n, "k": k})
         return cases
-
-    def _router(self) -> list[Case]:
-        routed = {name: getattr(self.spec, name) for name in ("hidden_size", "num_experts", "top_k")}
-        # Tensor-parallel ranks share a slot's tokens by sequence parallelism, context-parallel ones by position.
-        return self._fine("tokens of one rank", self.max_tokens // self.topology.ranks_per_slot, "router", routed)
 
     def _fine(self, what: str, most: int, op: str, shape: dict[str, int]) -> list[Case]:
         def build(tokens: int) -> Case:

@@ -88,13 +88,6 @@ class TorchBackend:
             self._flush.zero_()
         self.busy_s += time.perf_counter() - began
 
-    def warm_up(self, seconds: float) -> None:
-        """Keep the device at work for so long: after idling, clocks first have to rise."""
-        deadline = time.perf_counter() + seconds
-        while time.perf_counter() < deadline:
-            self.flush()
-            self.timed(lambda: None)  # Waits for a GPU.
-
     def timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
         """Return the time of one run and its result; on CUDA launches hide behind the flush before."""
         began = time.perf_counter()

@@ -179,10 +179,9 @@ def _versions(*packages: str) -> dict[str, str]:
 
 def read_text(path: Path | str) -> str:
     """Return what a file of the kernel says, empty where it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _nvidia_smi(*arguments: str) -> str:
@@ -230,17 +229,11 @@ def own_cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def cpu_limit() -> float:
-    """Return the cores that a container's quota allows, 0 without one."""
+def usable_cores() -> int:
+    """Return the cores this process may use: its affinity, and the quota of its container."""
+    cores = len(own_cores())
     quota, _, period = read_text("/sys/fs/cgroup/cpu.max").partition(" ")
     if not quota:
         quota, period = (read_text(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
-    with contextlib.suppress(ValueError, ZeroDivisionError):
-        return max(0.0, int(quota) / int(period))
-    return 0.0
-
-
-def usable_cores() -> int:
-    """Return the cores this process may use: its affinity, and the quota of its container."""
-    cores, limit = len(own_cores()), cpu_limit()
-    return max(1, min(cores, int(limit))) if limit else cores
+    # Without a quota it says "max" or -1.
+    return max(1, min(cores, int(quota) // int(period))) if quota.isdigit() else cores

@@ -1,1 +1,1 @@
-"""The work itself: torch's kernels and those of libraries, one file per operation."""
+"""The work itself: torch's kernels and those of libraries, and which of them runs for a case."""

@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from profiler.cases.case import padded_rows
+from profiler.cases.case import mean_loads
 from profiler.errors import RoutePackError
 
 DRAWS = 48
@@ -24,24 +24,17 @@ KEY_SEED = 20260812
 
 def rank_zero_rows(tokens: int, experts: int, top_k: int, ep_size: int, distribution: str) -> tuple[int, ...]:
     """Return the row features (``EXPERT_ROWS``) of EP rank 0 for one line of a table."""
-    counts = _global_counts(tokens, experts, top_k, distribution)
-    drawn = counts.ndim == 2
-    return local_features(hottest_rank_counts(counts, ep_size, tokens) if drawn else counts[: experts // ep_size])
-
-
-@cache
-def _global_counts(tokens: int, experts: int, top_k: int, distribution: str) -> np.ndarray:
     if distribution == "balanced":
-        return balanced_counts(tokens, experts, top_k)
+        return mean_loads(balanced_counts(tokens, experts, top_k)[: experts // ep_size])
     exponent = re.fullmatch(r"power_law_(\d+(?:\.\d+)?)", distribution)
     if exponent is None or float(exponent[1]) == 1:
         raise RoutePackError(f"Unknown distribution {distribution!r} in moe_perf: expected balanced or power_law_<a>.")
-    alpha = float(exponent[1])
-    # One generator per routing: a row's features do not depend on which other rows the table holds.
-    rng = np.random.default_rng([KEY_SEED, tokens, experts, top_k, round(alpha * 1000)])
-    return power_law_counts(tokens, experts, top_k, alpha, rng)
+    return mean_loads(
+        hottest_rank_counts(power_law_counts(tokens, experts, top_k, float(exponent[1])), ep_size, tokens)
+    )
 
 
+@cache
 def balanced_counts(num_tokens: int, num_experts: int, top_k: int) -> np.ndarray:
     """Return [E] rows per expert: token i takes experts ``(i + j * stride) mod E`` for j < top_k."""
     stride = -(-num_experts // top_k)
@@ -51,27 +44,22 @@ def balanced_counts(num_tokens: int, num_experts: int, top_k: int) -> np.ndarray
     return np.bincount(chosen.ravel() % num_experts, minlength=num_experts)
 
 
-def power_law_counts(tokens: int, experts: int, top_k: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
+@cache
+def power_law_counts(tokens: int, experts: int, top_k: int, alpha: float) -> np.ndarray:
     """Return [M, E] int64 rows per expert, each row summing to ``tokens * top_k``, before the rank swap."""
-    target = tokens * top_k
+    # One generator per routing: a row's features do not depend on which other rows the table holds.
+    rng = np.random.default_rng([KEY_SEED, tokens, experts, top_k, round(alpha * 1000)])
+    target, power, draws = tokens * top_k, 1.0 - alpha, np.arange(DRAWS)
     low, high = (1.0, tokens * 0.8) if target > experts else (0.01, 2.0)
-    power = 1.0 - alpha
-    uniform = rng.random((DRAWS, experts))
-    weight = ((high**power - low**power) * uniform + low**power) ** (1.0 / power)
-    counts = np.rint(weight / weight.sum(axis=1, keepdims=True) * target).astype(np.int64)
-    return _match_sum(counts, target)
-
-
-def _match_sum(counts_ME: np.ndarray, target: int) -> np.ndarray:
-    """Correct rounding as the collector does: add to the largest, take from the smallest, one each, in turn."""
+    weight = ((high**power - low**power) * rng.random((DRAWS, experts)) + low**power) ** (1.0 / power)
+    counts_ME = np.rint(weight / weight.sum(axis=1, keepdims=True) * target).astype(np.int64)
+    # Rounding is corrected as the collector does: add to the largest, take from the smallest, one each, in turn.
     order = np.argsort(-counts_ME, axis=1, kind="stable")
     delta = target - counts_ME.sum(axis=1)
-    num_experts = counts_ME.shape[1]
-    draws = np.arange(len(counts_ME))
     for i in range(int(np.abs(delta).max())):
         more, less = draws[delta > i], draws[-delta > i]
-        counts_ME[more, order[more, i % num_experts]] += 1
-        smallest = order[less, -(i % num_experts) - 1]
+        counts_ME[more, order[more, i % experts]] += 1
+        smallest = order[less, -(i % experts) - 1]
         empty = counts_ME[less, smallest] == 0
         smallest[empty] = counts_ME[less[empty]].argmax(axis=1)
         counts_ME[less, smallest] -= 1
@@ -84,22 +72,14 @@ def hottest_rank_counts(counts_ME: np.ndarray, ep_size: int, num_tokens: int) ->
     An expert cannot take one token twice: what exceeds ``num_tokens`` goes to the lowest expert ids with room (ties of
     the router's top-k).
     """
-    counts = counts_ME.copy()
-    draws = np.arange(len(counts))
-    groups_MPl = counts.reshape(len(counts), ep_size, -1)
+    draws = np.arange(len(counts_ME))
+    groups_MPl = counts_ME.reshape(len(draws), ep_size, -1)
     hottest = groups_MPl.sum(axis=2).argmax(axis=1)
-    first = groups_MPl[:, 0].copy()
-    groups_MPl[:, 0] = groups_MPl[draws, hottest]
-    groups_MPl[draws, hottest] = np.where((hottest == 0)[:, None], groups_MPl[:, 0], first)
+    order_MP = np.tile(np.arange(ep_size), (len(draws), 1))
+    order_MP[draws, hottest], order_MP[:, 0] = 0, hottest
+    counts = groups_MPl[draws[:, None], order_MP].reshape(counts_ME.shape)
     surplus = np.maximum(counts - num_tokens, 0).sum(axis=1, keepdims=True)
     counts = np.minimum(counts, num_tokens)
     room = num_tokens - counts
     counts += np.clip(surplus - (room.cumsum(axis=1) - room), 0, room)
     return counts[:, : counts.shape[1] // ep_size]
-
-
-def local_features(counts: np.ndarray) -> tuple[int, ...]:
-    """Return rounded means over draws of (rows, active experts, padded rows, hottest expert's rows); [M, e] or [e]."""
-    counts = np.atleast_2d(counts)
-    each = (counts.sum(axis=1), (counts > 0).sum(axis=1), padded_rows(counts).sum(axis=1), counts.max(axis=1))
-    return tuple(int(np.rint(values.mean())) for values in each)

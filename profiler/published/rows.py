@@ -29,8 +29,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from profiler.cases.case import case_id, causal_pairs
-from profiler.cases.operations import EXPERT_ROWS, HEADS, OPERATIONS
+from profiler.cases.case import EXPERT_ROWS, HEADS, OPERATIONS, case_id, causal_pairs
 from profiler.device.fingerprint import GIB, DeviceFingerprint
 from profiler.errors import RoutePackError
 from profiler.files import file_hash
@@ -254,7 +253,6 @@ def _table_sets(folder: Path) -> dict[str, dict[str, Path]]:
 
 
 def _newest_first(names: Iterable[str]) -> list[str]:
-
     def preference(name: str) -> tuple[bool, list[tuple[int, str]]]:
         # Digits compare as numbers, so that 1.10 is newer than 1.9; a release is newer than its candidate.
         parts = re.findall(r"\d+|[a-z]+", name.lower())
@@ -292,8 +290,8 @@ def _read_system(folder: Path) -> dict[str, Any]:
     import yaml
 
     folder = folder.resolve()
-    outside = (parent / f"{folder.name}.yaml" for parent in (folder, folder.parent, folder.parent.parent))
-    path = next((path for path in (folder / "system.yaml", *outside) if path.is_file()), None)
+    named = (folder / "system.yaml", folder.parent.parent / f"{folder.name}.yaml")
+    path = next((path for path in named if path.is_file()), None)
     if path is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The processes of one profile: a group of one, or the ranks that torchrun started.
+"""The processes of one profile, a group of one or the ranks that torchrun started, and whether they are alike.
 
 Values travel between ranks as JSON bytes in tensors over gloo, so that control never waits behind device work. Every
 method is called by all ranks in one order; a rank that fails inside :meth:`Ranks.together`, or dies, stops the others.
@@ -10,16 +10,24 @@ import contextlib
 import json
 import os
 import socket
+import statistics
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from profiler.cases.case import Case, middle_case
+from profiler.device.backend import TorchBackend
+from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
 from profiler.files import canonical_json
+from profiler.params import ProfileParams
+from profiler.timer import time_case
 
 PATIENCE = timedelta(hours=6)
 """Ranks wait this long for one that times alone; a rank that dies is noticed at once."""
@@ -27,6 +35,11 @@ EXCHANGE_PATIENCE = timedelta(minutes=3)
 """Longest wait inside an exchange, for one that another rank did not enter: its process group's timeout."""
 PING_PONGS = 8
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SPEED_OPS = ("attention", "dense", "experts")
+LAPS = 3
+"""Every rank times every case this often, and its faster result counts: what disturbs a run only adds time."""
+SLOW_LIMIT = {"cpu": 0.25, "cuda": 0.10}
+"""A rank that takes this share longer than the others is named; ranks on one CPU disturb one another."""
 
 
 class Ranks:
@@ -187,3 +200,79 @@ class Ranks:
 def first_line(error: BaseException) -> str:
     """Return what an error says, as far as a line of a report holds it."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What every exchange needs."""
+
+    ranks: Ranks
+    backend: TorchBackend
+    params: ProfileParams
+    fingerprint: DeviceFingerprint
+    """Rank 0's, on every rank."""
+
+
+def time_speeds(stage: Stage, pool: Sequence[Case]) -> list[dict[str, float]]:
+    """Return every rank's times of a case of each of ``SPEED_OPS``; GPUs run at the same time, CPUs in turn."""
+    cases = [middle_case(pool, op) for op in SPEED_OPS]
+    ranks, on_gpu = stage.ranks, stage.backend.kind == "cuda"
+    best: dict[str, float] = {}
+    for turn in range(LAPS if on_gpu else LAPS * ranks.size):
+        with ranks.together():
+            if on_gpu or turn % ranks.size == ranks.rank:
+                for row in (row for case in cases for row in time_case(case, stage.backend, stage.params)):
+                    if row["status"] == "ok":
+                        best[row["case_id"]] = min(row["time_us"], best.get(row["case_id"], float("inf")))
+    return ranks.gather(best)
+
+
+def relative_times(times: Sequence[dict[str, float]]) -> list[float]:
+    """Return each rank's time over the ranks' median, the median over the cases that all of them timed."""
+    shared = sorted(set.intersection(*(set(one) for one in times)))
+    # The lower of two middles, so that of two ranks the slower one is the odd one.
+    middle = {row_id: statistics.median_low(one[row_id] for one in times) for row_id in shared}
+    return [statistics.median(one[row_id] / middle[row_id] for row_id in shared) if shared else 1.0 for one in times]
+
+
+def warn_of_slow_ranks(described: Sequence[dict[str, Any]]) -> None:
+    """Name every rank whose ``speed`` says that it takes longer than the others by more than the limit."""
+    for one in described:
+        if one["speed"] > 1 + SLOW_LIMIT["cuda" if "gpu" in one else "cpu"]:
+            gpu = f", GPU {one['gpu']} {one['pci']}".rstrip() if "gpu" in one else ""
+            warnings.warn(
+                f"Rank {one['rank']} (host {one['host']}{gpu}) is {one['speed'] - 1:.0%} slower than the others. A "
+                "step waits for its slowest rank: check its cooling, power and neighbours, or leave it out.",
+                stacklevel=3,
+            )
+
+
+def check_alike(ranks: Ranks, fingerprint: DeviceFingerprint, question: str) -> list[dict[str, Any]]:
+    """Return who the ranks are, each with its ``fingerprint``, after seeing that all ask the same of like devices."""
+    own: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host, "node": ranks.rank // ranks.per_node, "speed": 1.0}
+    own |= {"device": fingerprint.name, "fingerprint": fingerprint.to_dict(), "question": question}
+    if fingerprint.kind == "cuda":
+        index = torch.cuda.current_device()
+        card = torch.cuda.get_device_properties(index)
+        # Not every build of torch tells the address.
+        parts = [getattr(card, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+        known = "{:04x}:{:02x}:{:02x}".format(*parts) if min(parts) >= 0 else ""
+        own |= {"gpu": index, "uuid": str(card.uuid), "pci": known}
+    listed = ranks.gather(own)
+    first, wanted = listed[0], DeviceFingerprint.from_dict(listed[0]["fingerprint"])
+    cards: dict[tuple[str, str], int] = {}
+    for one in listed:
+        who = f"Rank {one['rank']} (host {one['host']})"
+        match = compare_fingerprints(wanted, DeviceFingerprint.from_dict(one["fingerprint"]))
+        other = f"rank 0 (host {first['host']}): {'; '.join(match.reasons)}."
+        if match.level == "different":
+            raise RoutePackError(f"{who} has another device than {other} Profile each kind of node by itself.")
+        if match.level == "near" and ranks.rank == 0:
+            warnings.warn(f"{who} differs from {other}", stacklevel=3)
+        if one.pop("question") != question:
+            raise RoutePackError(f"{who} has another configuration than rank {ranks.rank}. Start all alike.")
+        if "uuid" in one and cards.setdefault((one["host"], one["uuid"]), one["rank"]) != one["rank"]:
+            raise RoutePackError(
+                f"{who} runs on the GPU of rank {cards[one['host'], one['uuid']]}. Give every rank one of its own."
+            )
+    return listed

@@ -21,9 +21,8 @@ from costmodels.features import take
 from costmodels.learned.baseline import fit_baseline
 from costmodels.operations import OPERATIONS
 from costmodels.params import FitParams
-from profiler.cases.case import BACKWARD_WORK
-from profiler.cases.operations import DIRECTIONS
-from profiler.cases.operations import OPERATIONS as TIMED
+from profiler.cases.case import BACKWARD_WORK, DIRECTIONS
+from profiler.cases.case import OPERATIONS as TIMED
 from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, DOUBTFUL, EXPERTS, INK, as_svg, panels
 from routepack_tune.reports.page import Block, Section, Table, as_table, page, verdict
 

@@ -18,7 +18,6 @@ from profiler.steadiness import (
     order_effect,
     steadiness,
     time_anchor,
-    warn_of_problems,
     watched,
 )
 from profiler.timer import time_case
@@ -83,8 +82,6 @@ def test_every_way_to_be_unsteady_is_one_plain_sentence(tmp_path, times, changes
     found = verdict(tmp_path, times, **changes)
     assert not found["steady"]
     assert any(words in problem for problem in found["problems"]), found["problems"]
-    with pytest.warns(UserWarning, match="not steady"):
-        warn_of_problems(found)
 
 
 def test_a_card_at_its_power_cap_is_steady_while_its_times_are(tmp_path):

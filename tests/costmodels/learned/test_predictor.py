@@ -9,7 +9,7 @@ from costmodels.fit import fit_operation
 from costmodels.learned.trees import grow_trees
 from costmodels.operations import OPERATIONS
 from profiler import RoutePackError, Topology
-from profiler.cases.operations import OPERATIONS as TIMED
+from profiler.cases.case import OPERATIONS as TIMED
 
 LINE = Operation(
     name="line",

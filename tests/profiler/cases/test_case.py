@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.cases.case import Case, case_bytes, causal_pairs, cell_case, doubtful_cases, experts_case, forward_flops
-from profiler.cases.operations import OPERATIONS
+from profiler.cases.case import (
+    OPERATIONS,
+    Case,
+    case_bytes,
+    causal_pairs,
+    cell_case,
+    doubtful_cases,
+    experts_case,
+    forward_flops,
+)
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,8 +6,8 @@ import pytest
 
 from profiler import Measurements, ModelSpec, Observer, ProfileParams, Topology, profile_device
 from profiler.cases.design import Round
-from profiler.compute_sweep import progress_message
 from profiler.journal import JOURNAL_NAME
+from profiler.sweep import progress_message
 
 backend = pytest.importorskip("profiler.device.backend")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from profiler import DeviceFingerprint, RoutePackError, compare_fingerprints, fingerprint_device
-from profiler.device.fingerprint import cpu_limit, driver_facts, network_cards, nvlink_total, usable_cores
+from profiler.device.fingerprint import driver_facts, network_cards, nvlink_total, own_cores, usable_cores
 
 ROOT = Path(__file__).parents[3]
 
@@ -145,9 +145,14 @@ def test_the_drivers_facts_are_read_from_its_command(tmp_path, monkeypatch):
 
 
 def test_a_containers_quota_limits_the_cores(monkeypatch):
-    cores = usable_cores()
-    monkeypatch.setattr("profiler.device.fingerprint.cpu_limit", lambda: 1.5)
-    assert usable_cores() == 1
-    monkeypatch.setattr("profiler.device.fingerprint.cpu_limit", lambda: 1e6)
-    assert usable_cores() >= cores
-    assert cpu_limit() >= 0
+    cores = len(own_cores())
+    for said, expected in (("150000 100000", 1), ("50000 100000", 1), ("999999999 10", cores), ("max 100000", cores)):
+        monkeypatch.setattr("profiler.device.fingerprint.read_text", lambda path, said=said: said)
+        assert usable_cores() == expected
+    # The older form is two files.
+    for quota, expected in (("100000", 1), ("-1", cores)):
+        told = {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": "100000"}
+        monkeypatch.setattr(
+            "profiler.device.fingerprint.read_text", lambda path, told=told: told.get(path.rpartition("/")[2], "")
+        )
+        assert usable_cores() == expected

@@ -11,9 +11,8 @@ import pytest
 from oracles import delta_rule_slow, experts_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import Case, cell_case, experts_case
-from profiler.cases.operations import OPERATIONS
-from profiler.kernels.works import LIBRARIES, WORKS, Library, Work, make_work
+from profiler.cases.case import OPERATIONS, Case, cell_case, experts_case
+from profiler.kernels.works import LIBRARIES, WORKS, Work, make_work
 from profiler.timer import backward_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -160,7 +159,7 @@ def installed(monkeypatch):
     """Put a library in the place of an operation's; ``build`` makes its run from a case and a backend."""
 
     def install(op, name, build):
-        monkeypatch.setitem(LIBRARIES, op, Library(name, build))
+        monkeypatch.setitem(LIBRARIES, op, (name, build))
 
     return install
 
@@ -231,4 +230,4 @@ def test_our_calls_match_the_real_packages(case, module):
     """On a card with the package the library's kernel runs there and back; make_work would warn and take torch's."""
     pytest.importorskip(module, reason="not installed")
     backend = backends.TorchBackend("cuda", ProfileParams(dtype="bfloat16"))
-    assert make_work(case, backend).library == LIBRARIES[case.op].name
+    assert make_work(case, backend).library == LIBRARIES[case.op][0]

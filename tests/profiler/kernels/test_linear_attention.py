@@ -4,9 +4,8 @@ import pytest
 from oracles import delta_rule_slow
 
 from profiler import ProfileParams
-from profiler.cases.case import cell_case
-from profiler.cases.operations import CHUNK_TOKENS
-from profiler.kernels.linear_attention import chunked_core, linear_attention_work
+from profiler.cases.case import CHUNK_TOKENS, cell_case
+from profiler.kernels.attention import chunked_core, linear_attention_work
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 backends = pytest.importorskip("profiler.device.backend")
@@ -76,7 +75,7 @@ def test_a_case_runs_with_shared_keys_in_both_directions(dtype):
 
 def test_steps_of_the_chain_are_those_of_the_longest_sequence(backend, monkeypatch):
     """Work is linear: eight short sequences take one step together, not one each."""
-    import profiler.kernels.linear_attention as module
+    import profiler.kernels.attention as module
 
     seen = []
     chain = module._chain

@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from profiler.published.routing_counts import balanced_counts, hottest_rank_counts, local_features, power_law_counts
+from profiler.cases.case import mean_loads
+from profiler.published.routing_counts import balanced_counts, hottest_rank_counts, power_law_counts
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ def test_balanced_counts_equal_the_enumeration(tokens, experts, top_k):
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (16, 128, 8), (5, 8, 2), (4096, 256, 8)])
 @pytest.mark.parametrize("alpha", [1.01, 1.2])
 def test_power_law_counts_add_up_and_are_skewed(tokens, experts, top_k, alpha):
-    counts = power_law_counts(tokens, experts, top_k, alpha, np.random.default_rng(0))
+    counts = power_law_counts(tokens, experts, top_k, alpha)
     assert (counts >= 0).all()
     assert (counts.sum(axis=1) == tokens * top_k).all()
     assert counts.max() > tokens * top_k / experts
@@ -30,7 +31,7 @@ def test_power_law_counts_add_up_and_are_skewed(tokens, experts, top_k, alpha):
 @pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
 def test_rank_zero_is_the_hottest_and_no_expert_takes_a_token_twice(ep_size):
     tokens, top_k = 64, 4
-    drawn = power_law_counts(tokens, 16, top_k, 1.2, np.random.default_rng(1))
+    drawn = power_law_counts(tokens, 16, top_k, 1.2)
     local = hottest_rank_counts(drawn, ep_size, tokens)
     assert local.shape == (len(drawn), 16 // ep_size)
     assert local.max() <= tokens
@@ -44,10 +45,10 @@ def test_rank_zero_is_the_hottest_and_no_expert_takes_a_token_twice(ep_size):
 
 
 def test_with_one_rank_nothing_is_lost():
-    drawn = power_law_counts(32, 8, 2, 1.2, np.random.default_rng(2))
+    drawn = power_law_counts(32, 8, 2, 1.2)
     assert (hottest_rank_counts(drawn, 1, 32).sum(axis=1) == 64).all()
 
 
-def test_local_features_are_means_over_draws():
-    assert local_features(np.array([0, 3, 129])) == (132, 2, 384, 129)
-    assert local_features(np.array([[2, 0], [4, 2]])) == (4, 2, 192, 3)
+def test_mean_loads_are_means_over_draws():
+    assert mean_loads(np.array([0, 3, 129])) == (132, 2, 384, 129)
+    assert mean_loads(np.array([[2, 0], [4, 2]])) == (4, 2, 192, 3)

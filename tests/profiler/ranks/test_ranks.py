@@ -11,8 +11,7 @@ from rank_jobs import MODEL, finish, start_ranks, wait_for_rows
 
 from profiler import Measurements, RoutePackError
 from profiler.journal import JOURNAL_NAME
-from profiler.ranks.ranks import RANK_VARIABLES, Ranks
-from profiler.ranks.slow_ranks import relative_times
+from profiler.ranks.ranks import RANK_VARIABLES, Ranks, relative_times
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -27,7 +26,7 @@ profile: {max_points: 6, repeats: 4, min_repeats: 1, max_case_seconds: 1.0, thre
 PLANTED = """
 import os, sys, time
 from profiler.device import backend
-from profiler.ranks import ranks, slow_ranks
+from profiler.ranks import ranks
 from routepack_tune.cli import main
 
 backend.FLUSH_BYTES["cpu"] = 1 << 20
@@ -35,7 +34,7 @@ if os.environ["RANK"] == "1":
     def heavier(*asked):
         return [row | {"time_us": 6 * row["time_us"]} for row in time_case(*asked)]
 
-    time_case, slow_ranks.time_case = slow_ranks.time_case, heavier
+    time_case, ranks.time_case = ranks.time_case, heavier
     barrier, calls = ranks.Ranks.barrier, [0]
 
     def late(self):

@@ -1,7 +1,11 @@
-"""Time exchanges between ranks: all groups of a size at once, and the slowest rank counts.
+"""Exchanges between ranks: which are timed, all-to-alls with uneven splits and the move of one expert, and how.
 
-One round: wait for one another, displace the caches, run, then share when each rank began and how long it took. Rounds
-that ranks began too far apart are dropped, and repeated a few times.
+Sizes are what the busiest rank sends or receives, even in log from a KiB to the fullest microbatch. ``bytes_GG[s, r]``
+is what rank ``s`` of a group of G sends to rank ``r``; the backward pass sends the transposed matrix.
+
+All groups of a size exchange at once, and the slowest rank counts. One round: wait for one another, displace the
+caches, run, then share when each rank began and how long it took. Rounds that ranks began too far apart are dropped,
+and repeated a few times.
 
 Invariants: every choice is made from numbers that all ranks have; buffers are made, and that is agreed, before anyone
 enters an exchange; a rank that fails inside one tells the others, which wait ``EXCHANGE_PATIENCE`` at most.
@@ -12,7 +16,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +24,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from profiler.cases.case import Case, doubtful_cases
-from profiler.cases.operations import DIRECTIONS
-from profiler.device.backend import TorchBackend
+from profiler.cases.case import DIRECTIONS, Case, doubtful_cases
+from profiler.cases.design import LOAD_FACTOR, Design, log_sizes
 from profiler.device.fingerprint import DeviceFingerprint
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
 from profiler.observer import Observer
-from profiler.params import ProfileParams
-from profiler.ranks.exchange_cases import alltoall_case, pair_kinds, split_bytes, transfer_case
-from profiler.ranks.ranks import Ranks, first_line
+from profiler.params import Topology
+from profiler.ranks.ranks import Stage, first_line
 from profiler.timer import MAX_LOOKS, STEADY, both_looks, message_of, times_of
 
 WHAT = "profile exchanges"
@@ -44,17 +46,18 @@ MAX_WARM_UP = 4
 LINK_SLACK = 1.05
 """A clock or a stated rate may be off by this much; what is faster was not measured."""
 PROBE_BYTES, PROBES = 1 << 20, 3
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What every exchange needs."""
-
-    ranks: Ranks
-    backend: TorchBackend
-    params: ProfileParams
-    fingerprint: DeviceFingerprint
-    """Rank 0's, on every rank."""
+SMALLEST_BYTES = 1024
+UNIT_BYTES = 16
+"""Splits are whole multiples of this, as rows of a model are: links are slow at odd addresses."""
+PATTERNS = ("even", "skewed", "hot", "sparse")
+SKEW = 0.8
+"""Spread of the receivers' log-normal shares in ``skewed``."""
+HOT_SHARE = 0.5
+"""Share of every rank's bytes that one receiver gets in ``hot``."""
+ITEM_BYTES = 2
+"""Rows travel in 16 bits."""
+TRANSFER_SCALES = (1 / 16, 1 / 4, 1, 4)
+"""Sizes of a transfer over those of one expert: a shard of it to a few at once."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,93 @@ class Round:
     """Rank that began last."""
     spent_s: float
     """Time since the case began, by rank 0's clock."""
+
+
+def group_sizes(topology: Topology, size: int, per_node: int) -> list[int]:
+    """Return how many consecutive ranks exchange: an EP block, a node, all; those that the job can form."""
+    wanted = {topology.ranks_per_block, per_node, size}
+    fits = (g for g in wanted if 1 < g <= size and size % g == 0)
+    return sorted(g for g in fits if per_node % g == 0 or g % per_node == 0)
+
+
+def pair_kinds(size: int, per_node: int) -> list[str]:
+    """Return between which pairs one expert moves: ``inside`` a node, ``between`` two."""
+    return (["inside"] if per_node > 1 else []) + (["between"] if size > per_node else [])
+
+
+def design_exchanges(
+    design: Design, sizes: list[int], per_node: int, sharing: int, links: Mapping[str, float]
+) -> list[Case]:
+    """Return the cases in a seeded order; the design notes what is left out.
+
+    ``sharing`` ranks share one memory; ``links`` are bytes per second, by group size in digits and by kind of pair.
+    """
+    rng, params = np.random.default_rng(design.params.seed), design.params
+    memory = design.rates.memory_bytes // (2 * sharing)
+    cases: list[Case] = []
+
+    def cut(op: str, what: str, wanted: int) -> int:
+        allowed = max(SMALLEST_BYTES, min(memory, int(links[what] * design.longest_s)))
+        if wanted > allowed:
+            about = {"op": op, "what": f"bytes, {what}", "wanted": wanted, "designed": allowed}
+            reason = "memory or time of one case (max_memory_gib, max_case_seconds)"
+            design.limits.append(about | {"reason": reason})
+        return min(wanted, allowed)
+
+    for group in sizes:
+        largest = cut("alltoall", str(group), max(SMALLEST_BYTES, largest_exchange(design)))
+        steps = log_sizes(SMALLEST_BYTES, largest, max(6, params.max_points // 2))
+        cases.append(alltoall_case("empty", np.zeros((group, group), dtype=np.int64), per_node))
+        for i, size in enumerate(steps):
+            # Both ends are even: what the other patterns are compared with.
+            pattern = PATTERNS[0] if size in (steps[0], steps[-1]) else PATTERNS[i % len(PATTERNS)]
+            cases.append(alltoall_case(pattern, split_bytes(pattern, group, size, rng), per_node))
+    expert = design.spec.expert_bytes(design.topology.expert_tensor_parallel_size)
+    for kind in pair_kinds(max(sizes, default=1), per_node):
+        largest = cut("transfer", kind, round(expert * TRANSFER_SCALES[-1]))
+        cases += [transfer_case(kind, min(largest, max(1, round(expert * scale)))) for scale in TRANSFER_SCALES]
+    distinct = list({case.case_id("forward", ""): case for case in cases}.values())
+    return [distinct[i] for i in rng.permutation(len(distinct))]
+
+
+def largest_exchange(design: Design) -> int:
+    """Return the bytes of the busiest rank at a full cell: its mean share times ``LOAD_FACTOR``."""
+    spec, topology = design.spec, design.topology
+    tokens = design.max_tokens * topology.slots_per_block / topology.blocks_per_slot
+    mean_rows = tokens * spec.top_k / topology.ranks_per_block
+    return round(mean_rows * LOAD_FACTOR) * spec.hidden_size * ITEM_BYTES
+
+
+def split_bytes(pattern: str, group: int, busiest: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a G x G matrix whose busiest rank sends or receives at most ``busiest`` bytes."""
+    weight_GG = np.ones((group, group))
+    if pattern == "skewed":
+        weight_GG *= np.exp(SKEW * rng.standard_normal(group))
+    elif pattern == "hot":
+        weight_GG[:, rng.integers(group)] = HOT_SHARE / (1 - HOT_SHARE) * (group - 1)
+    elif pattern == "sparse":
+        # Ranks without tokens, and ranks whose experts nobody chose.
+        half = max(1, group // 2)
+        weight_GG *= (rng.permutation(group) < half)[:, None] * (rng.permutation(group) < half)[None, :]
+    scale = busiest / max(weight_GG.sum(axis=0).max(), weight_GG.sum(axis=1).max())
+    return (weight_GG * scale / UNIT_BYTES).astype(np.int64) * UNIT_BYTES
+
+
+def alltoall_case(pattern: str, bytes_GG: np.ndarray, per_node: int) -> Case:
+    """Return the case of one exchange; features are those of its busiest rank, and a group begins with a node."""
+    node = np.arange(len(bytes_GG)) // per_node
+    inter_GG = bytes_GG * (node[:, None] != node[None, :])
+    features = {"bytes": _busiest(bytes_GG), "inter_bytes": _busiest(inter_GG), "ranks": len(bytes_GG)}
+    return Case("alltoall", pattern, features, tuple(bytes_GG.ravel().tolist()))
+
+
+def transfer_case(kind: str, size: int) -> Case:
+    """Return the case of one expert's move ``inside`` a node or ``between`` two."""
+    return Case("transfer", kind, {"bytes": size, "inter_bytes": size if kind == "between" else 0})
+
+
+def _busiest(bytes_GG: np.ndarray) -> int:
+    return int(max(bytes_GG.sum(axis=0).max(), bytes_GG.sum(axis=1).max()))
 
 
 def measure_links(stage: Stage, sizes: list[int]) -> dict[str, float]:
@@ -123,11 +213,25 @@ def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: O
 
 
 def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
-    """Return one row, the same on every rank."""
+    """Return one row, the same on every rank: warm up until two rounds agree, then time enough fair ones."""
     move = _move(stage, case, direction)
-    found = summary(stage, case, _rounds(stage, move))
+    offsets, began = stage.ranks.clock_offsets(), time.perf_counter()
+    params, budget_s = stage.params, stage.params.max_case_seconds / len(DIRECTIONS)
+    previous = float("inf")
+    for _ in range(MAX_WARM_UP):
+        warm = time_round(stage, move, offsets, began)
+        if abs(warm.time_us - previous) <= STEADY * previous or warm.spent_s > budget_s:
+            break
+        previous = warm.time_us
+    rounds: list[Round] = []
+    fair = 0
+    while len(rounds) < MAX_ROUNDS * params.repeats and fair < params.repeats:
+        if fair >= params.min_repeats and rounds[-1].spent_s > budget_s:
+            break
+        rounds.append(time_round(stage, move, offsets, began))
+        fair += rounds[-1].skew_us <= rounds[-1].limit_us
     torch.cuda.empty_cache()
-    return case.row(direction, DTYPE) | {"kernel": move.kernel} | found
+    return case.row(direction, DTYPE) | {"kernel": move.kernel} | summary(stage, case, rounds)
 
 
 def _move(stage: Stage, case: Case, direction: str) -> Move:
@@ -156,26 +260,6 @@ def _move(stage: Stage, case: Case, direction: str) -> Move:
 
     transport = "nccl" if stage.backend.kind == "cuda" else "gloo"
     return Move(run, active, f"{transport} {kernel}")
-
-
-def _rounds(stage: Stage, move: Move) -> list[Round]:
-    """Return the timed rounds, dropped ones included, after warming up until two agree."""
-    offsets, began = stage.ranks.clock_offsets(), time.perf_counter()
-    params, budget_s = stage.params, stage.params.max_case_seconds / len(DIRECTIONS)
-    previous = float("inf")
-    for _ in range(MAX_WARM_UP):
-        warm = time_round(stage, move, offsets, began)
-        if abs(warm.time_us - previous) <= STEADY * previous or warm.spent_s > budget_s:
-            break
-        previous = warm.time_us
-    rounds: list[Round] = []
-    fair = 0
-    while len(rounds) < MAX_ROUNDS * params.repeats and fair < params.repeats:
-        if fair >= params.min_repeats and rounds[-1].spent_s > budget_s:
-            break
-        rounds.append(time_round(stage, move, offsets, began))
-        fair += rounds[-1].skew_us <= rounds[-1].limit_us
-    return rounds
 
 
 def time_round(stage: Stage, move: Move, offsets: list[float], began: float) -> Round:

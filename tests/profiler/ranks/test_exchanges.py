@@ -9,17 +9,24 @@ from profiler import DeviceFingerprint, ModelSpec, Observer, ProfileParams, Topo
 from profiler.cases.case import Rates
 from profiler.cases.design import Design
 from profiler.journal import Journal
-from profiler.ranks.collectives import Move, Round, Stage, above_link, link_rates, run_exchanges, summary, time_round
-from profiler.ranks.exchange_cases import (
+from profiler.ranks.exchanges import (
     PATTERNS,
     UNIT_BYTES,
+    Move,
+    Round,
+    above_link,
     alltoall_case,
     design_exchanges,
     group_sizes,
     largest_exchange,
+    link_rates,
+    run_exchanges,
     split_bytes,
+    summary,
+    time_round,
     transfer_case,
 )
+from profiler.ranks.ranks import Stage
 from profiler.timer import times_of
 
 CONFIG = {
@@ -192,7 +199,7 @@ def test_exchanges_in_doubt_are_pooled_on_gpus_and_chosen_on_cpus(monkeypatch, k
         row = {"case_id": case.case_id(direction, "uint8"), "op": case.op, "direction": direction, **case.features}
         return row | {"status": "ok", **times_of(times[case.features["bytes"]].pop(0))}
 
-    monkeypatch.setattr("profiler.ranks.collectives.time_exchange", timed)
+    monkeypatch.setattr("profiler.ranks.exchanges.time_exchange", timed)
     journal = Journal(None)
     run_exchanges(Stage(Recorder(kind), Recorder(kind), PARAMS, CARD), [small, large], journal, Observer())
     row = journal.rows[small.case_id("forward", "uint8")]
