@@ -42,4 +42,12 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _LAZY:
             raise AttributeError(f"module 'profiler' has no attribute {name!r}")
-        return getattr(import_module(_LAZY[name]), name)
+        try:
+            return getattr(import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise RoutePackError(
+                "Profiling needs torch, which is not installed here. Install it (pip install torch), or import "
+                "published timings with --published."
+            ) from None

@@ -24,6 +24,13 @@ def test_importing_the_profiler_is_light():
     assert done.stdout.strip() == "[]"
 
 
+def test_without_torch_a_profile_says_what_to_install():
+    code = "import sys; sys.modules['torch'] = None; from profiler import profile_device"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "RoutePackError: Profiling needs torch" in done.stderr
+    assert "pip install torch" in done.stderr
+
+
 def test_the_face_is_what_others_may_use():
     import profiler
 

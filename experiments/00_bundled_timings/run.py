@@ -1,7 +1,7 @@
 """Cut the bundled excerpt of published timings out of the wheel ``aiconfigurator-0.7.0-py3-none-any.whl``.
 
-Run by hand when the excerpt is to change: ``python routepack_tune/example/excerpt.py WHEEL``. Values are copied as they
-are; only the encoding changes (CSV to Parquet) and rows that neither bundled model asks for are left out.
+Run by hand when the excerpt is to change: ``python experiments/00_bundled_timings/run.py WHEEL``. Values are copied as
+they are; only the encoding changes (CSV to Parquet) and rows that neither bundled model asks for are left out.
 """
 
 import io
@@ -44,7 +44,7 @@ TABLES = {
 }
 
 if __name__ == "__main__":
-    out = Path(__file__).parent / "timings" / "h200_sxm"
+    out = Path(__file__).parents[2] / "routepack_tune" / "example" / "timings" / "h200_sxm"
     with zipfile.ZipFile(sys.argv[1]) as archive:
         for source, (target, wanted) in TABLES.items():
             table = pyarrow.csv.read_csv(io.BytesIO(archive.read(source))).filter(wanted)
