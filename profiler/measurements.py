@@ -111,4 +111,8 @@ class Measurements:
                 f"Measurements {path} have schema_version {version}, this version reads {SCHEMA_VERSION}. "
                 "Update routepack-tune, or run `routepack profile` again."
             )
+        if missing := [name for name in COLUMNS if name not in table.column_names]:
+            raise RoutePackError(
+                f"Measurements {path} lack the columns {', '.join(missing)}. Run `routepack profile` again."
+            )
         return cls.from_rows(table.to_pandas(), meta)

@@ -74,10 +74,11 @@ def time_case(
         failure = {"status": "oom" if is_oom else "unsupported" if known else "failed"}
         failure["message"] = f"{kind}{text}"[:200]
         found += [failure] * (len(directions) - len(found))
-        torch.cuda.empty_cache()
     finally:
         if collects:
             gc.enable()
+    if any(one["status"] != "ok" for one in found):  # the frames that held its tensors are gone by now
+        torch.cuda.empty_cache()
     told = zip(directions, found, strict=True)
     return [case.row(direction, backend.dtype_name) | row for direction, row in told]
 
@@ -88,10 +89,8 @@ def _measure(
     """Return the times of a run, and the result of the last of them; ``prepare`` comes before each, untimed."""
     deadline = time.perf_counter() + params.max_case_seconds / len(DIRECTIONS)
     kernel, previous, kept = backend.named(run, prepare)
-    for tensor in kept if isinstance(kept, tuple) else (kept,):
-        # A sum is finite only if all terms are, and needs no second tensor of that size.
-        if not tensor.detach().sum(dtype=torch.float32).isfinite():
-            raise FloatingPointError(f"The {what} holds NaN or infinity.")
+    if not all(map(_is_finite, kept if isinstance(kept, tuple) else (kept,))):
+        raise FloatingPointError(f"The {what} holds NaN or infinity.")
 
     def elapsed() -> float:
         nonlocal kept
@@ -118,6 +117,11 @@ def _measure(
     return {"status": "ok", **times_of(samples), "kernel": f"{work.library}: {kernel}", **flag}, kept
 
 
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # A sum is finite only if all terms are, and needs no second tensor of that size.
+    return bool(tensor.detach().sum(dtype=torch.float32).isfinite())
+
+
 def times_of(samples: list[float]) -> dict[str, Any]:
     """Return what a row says of its repeats, microseconds."""
     low, middle, high = np.percentile(samples, (25, 50, 75))
@@ -137,7 +141,7 @@ def both_looks(first: Mapping[str, Any], second: Mapping[str, Any], kind: str) -
 
 def message_of(case: Case, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what a progress line says of a timed case."""
-    size = next(case.features[name] for name in ("rows", "tokens", "bytes") if name in case.features)
+    size = next((case.features[name] for name in ("rows", "tokens", "bytes") if name in case.features), 0)
     times = (f"{row['time_us'] / 1e3:.2f} ms" if row["status"] == "ok" else row["status"] for row in rows)
     return f"{case.op} {size}: {' + '.join(times)}"
 

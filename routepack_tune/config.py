@@ -106,13 +106,15 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
     }
     rules = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     try:
-        given = json.dumps({key: value for key, value in data.items() if value is not None}, default=str)
+        given = json.dumps({key: value for key, value in data.items() if value is not None})
         found = pydantic.create_model("RoutepackYaml", __config__=rules, **fields).model_validate_json(given)
     except pydantic.ValidationError as error:
         valid = {"": list(fields)}
         for name, section in {"topology": Topology, **optional}.items():
             valid[name] = [field.name for field in dataclasses.fields(section) if field.init]
         raise RoutePackError(f"{source}: {_mistake(error.errors(), valid)}") from None
+    except (TypeError, ValueError) as error:
+        raise RoutePackError(f"{source}: holds a value that is not plain: {error}.") from None
     check_tracking_uri(found.tune.tracking_uri, f"{source}: `tune.tracking_uri`")
     sections = {field.name: getattr(found, field.name) for field in dataclasses.fields(Config)}
     return Config(**{**sections, "model": load_model(found.model, folder)})

@@ -247,6 +247,7 @@ def _plan_all(
 def _given_plan(path: Path, planner: Planner, batch: StepBatch, name: str) -> Plan:
     """Read the plan that ran; it must be of the bundle's job and of the batch's samples."""
     from search import Plan, check_plan
+    from search.problem import padded_lengths
 
     with explained(f"Plan of step {name!r}, {path}, does not fit: "):
         plan = Plan.load(path)
@@ -255,7 +256,7 @@ def _given_plan(path: Path, planner: Planner, batch: StepBatch, name: str) -> Pl
         stated = plan.provenance.get("batch_hash", batch.data_hash)
         if stated != batch.data_hash or plan.sample_ids != tuple(map(str, batch.sample_ids)):
             raise RoutePackError("it was made for other samples.")
-        check_plan(plan, batch.lengths, planner.spec.num_experts)
+        check_plan(plan, padded_lengths(batch.lengths, planner.params.sequence_alignment), planner.spec.num_experts)
     return plan
 
 

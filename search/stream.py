@@ -15,7 +15,7 @@ import math
 import operator
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import fields, replace
 from typing import Self
 
@@ -118,7 +118,7 @@ class StreamingPlanner:
             plan = self._worker.submit(self._plan_so_far)
             self._plans.append(plan)
         if not self._background:
-            plan.result()
+            wait([plan])  # what went wrong is raised by seal
 
     def seal(
         self, stop: StopCriterion | None = None, order: Sequence[int | str] | None = None

@@ -8,7 +8,7 @@ import optuna
 from strategies import TOPOLOGIES, make_batch, make_spec, make_tables
 
 from search import PlannerParams, Range, TuneParams, TuneTask
-from search.tuning.locks import FileLocks
+from search.tuning.storage import FileLocks
 from search.tuning.trials import finished_trials, run_trials
 
 FAST = {

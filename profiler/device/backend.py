@@ -88,6 +88,11 @@ class TorchBackend:
             self._flush.zero_()
         self.busy_s += time.perf_counter() - began
 
+    def wait(self) -> None:
+        """Wait for what a GPU was asked to do."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+
     def timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
         """Return the time of one run and its result; on CUDA launches hide behind the flush before."""
         began = time.perf_counter()

@@ -207,6 +207,7 @@ class Table(NamedTuple):
     """Columns of positive times: milliseconds, or microseconds where the name says so."""
 
 
+RENAMED = {"wideep_deepep_normal_perf": "deepep_normal_perf"}
 TABLES = {
     "context_attention_perf": Table("attention", _attention, (*CELL, "num_key_value_heads", "head_dim", "attn_dtype")),
     "context_mla_perf": Table("attention", _latent_attention, (*CELL, "mla_dtype")),
@@ -248,7 +249,7 @@ def _table_sets(folder: Path) -> dict[str, dict[str, Path]]:
     for pattern in ("*/*/*_perf.txt", "*/*_perf.txt", "*/*_perf.parquet", "*/*/*_perf.parquet"):
         for path in sorted(folder.glob(pattern)):
             name = "-".join(path.relative_to(folder).parts[:-1])
-            sets.setdefault(name, {})[path.stem.removeprefix("wideep_")] = path
+            sets.setdefault(name, {})[RENAMED.get(path.stem, path.stem)] = path
     return sets
 
 
@@ -268,7 +269,7 @@ def _read_table(path: Path) -> pd.DataFrame:
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise RoutePackError(f"Published table {path} cannot be read ({reason}). Fetch it again.") from None
-    _, _, keys, latencies = TABLES[path.stem.removeprefix("wideep_")]
+    _, _, keys, latencies = TABLES[RENAMED.get(path.stem, path.stem)]
     missing = [n for n in (*latencies, *keys, "device", "kernel_source") if n not in table.column_names]
     if missing:
         raise RoutePackError(f"Published table {path} lacks the columns {', '.join(missing)}: not of this layout.")
@@ -290,7 +291,8 @@ def _read_system(folder: Path) -> dict[str, Any]:
     import yaml
 
     folder = folder.resolve()
-    named = (folder / "system.yaml", folder.parent.parent / f"{folder.name}.yaml")
+    name = f"{folder.name}.yaml"
+    named = (folder / "system.yaml", folder / name, folder.parent / name, folder.parent.parent / name)
     path = next((path for path in named if path.is_file()), None)
     if path is None:
         return {}

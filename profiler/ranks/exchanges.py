@@ -65,6 +65,8 @@ class Move:
     """What one rank does in a round, and who takes part."""
 
     run: Callable[[], Any]
+    is_right: Callable[[], bool]
+    """Whether this rank received what was sent to it."""
     active: tuple[int, ...]
     kernel: str
 
@@ -179,7 +181,9 @@ def measure_links(stage: Stage, sizes: list[int]) -> dict[str, float]:
     probes = {str(size): alltoall_case("even", split, ranks.per_node) for size, split in splits.items()}
     probes |= {kind: transfer_case(kind, PROBE_BYTES) for kind in pair_kinds(ranks.size, ranks.per_node)}
     for name, case in probes.items():
-        move = _move(stage, case, "forward")
+        move, failure = _agreed_move(stage, case, "forward")
+        if move is None:
+            raise RoutePackError(f"No exchange can be timed: {failure['message']}.")
         offsets, began = ranks.clock_offsets(), time.perf_counter()
         best = min(time_round(stage, move, offsets, began).time_us for _ in range(PROBES))
         found[name] = PROBE_BYTES / max(best * 1e-6, 1e-9)
@@ -214,7 +218,10 @@ def run_exchanges(stage: Stage, cases: list[Case], journal: Journal, observer: O
 
 def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
     """Return one row, the same on every rank: warm up until two rounds agree, then time enough fair ones."""
-    move = _move(stage, case, direction)
+    row = case.row(direction, DTYPE)
+    move, failure = _agreed_move(stage, case, direction)
+    if move is None:
+        return row | failure
     offsets, began = stage.ranks.clock_offsets(), time.perf_counter()
     params, budget_s = stage.params, stage.params.max_case_seconds / len(DIRECTIONS)
     previous = float("inf")
@@ -230,13 +237,31 @@ def time_exchange(stage: Stage, case: Case, direction: str) -> dict[str, Any]:
             break
         rounds.append(time_round(stage, move, offsets, began))
         fair += rounds[-1].skew_us <= rounds[-1].limit_us
+    right = False
+    with stage.ranks.together():
+        right = move.is_right()
+    found = {"status": "failed", "message": "The bytes that came are not those that were sent."}
+    if all(stage.ranks.gather(right)):
+        found = summary(stage, case, rounds)
     torch.cuda.empty_cache()
-    return case.row(direction, DTYPE) | {"kernel": move.kernel} | summary(stage, case, rounds)
+    return row | {"kernel": move.kernel} | found
 
 
-def _move(stage: Stage, case: Case, direction: str) -> Move:
+def _agreed_move(stage: Stage, case: Case, direction: str) -> tuple[Move | None, dict[str, str]]:
+    """Return what this rank does, or None on all ranks and why, where one cannot make its buffers."""
+    move, own = None, {}
+    group = stage.ranks.group(case.features.get("ranks", stage.ranks.size))
+    try:
+        move = _move(stage, case, direction, group)
+    except Exception as error:
+        status = "oom" if isinstance(error, MemoryError) or "memory" in str(error) else "unsupported"
+        own = {"status": status, "message": f"rank {stage.ranks.rank}: {first_line(error)}"[:200]}
+    failure = next(filter(None, stage.ranks.gather(own)), None)
+    return (move, {}) if failure is None else (None, failure)
+
+
+def _move(stage: Stage, case: Case, direction: str, group: Any) -> Move:
     size = case.features.get("ranks", stage.ranks.size)
-    group = stage.ranks.group(size)
     own, device = stage.ranks.rank % size, stage.backend.device
     active, kernel = tuple(range(stage.ranks.size)), "all_to_all_single"
     if case.op == "transfer":
@@ -247,8 +272,8 @@ def _move(stage: Stage, case: Case, direction: str) -> Move:
         bytes_GG = np.array(case.parts, dtype=np.int64).reshape(size, size)
         bytes_GG = bytes_GG.T if direction == "backward" else bytes_GG
     to_each, from_each = bytes_GG[own].tolist(), bytes_GG[:, own].tolist()
-    with stage.ranks.together():
-        sent, received = (torch.zeros(sum(each), dtype=torch.uint8, device=device) for each in (to_each, from_each))
+    sent = torch.full((sum(to_each),), own % 256, dtype=torch.uint8, device=device)
+    received = torch.full((sum(from_each),), 255, dtype=torch.uint8, device=device)
 
     def run() -> None:
         if case.op == "alltoall":
@@ -258,8 +283,15 @@ def _move(stage: Stage, case: Case, direction: str) -> Move:
         else:
             dist.recv(received, src=active[0], group=group)
 
+    def is_right() -> bool:
+        """Look at the first and the last byte from every sender."""
+        ends = np.cumsum(from_each)
+        edges = [(sender, end) for sender, end in enumerate(ends.tolist()) if from_each[sender]]
+        picked = [position for sender, end in edges for position in (end - from_each[sender], end - 1)]
+        return bool(received[picked].tolist() == [sender % 256 for sender, _ in edges for _ in range(2)])
+
     transport = "nccl" if stage.backend.kind == "cuda" else "gloo"
-    return Move(run, active, f"{transport} {kernel}")
+    return Move(run, is_right, active, f"{transport} {kernel}")
 
 
 def time_round(stage: Stage, move: Move, offsets: list[float], began: float) -> Round:

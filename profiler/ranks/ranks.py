@@ -126,7 +126,14 @@ class Ranks:
 
     def agree(self, value: Any) -> Any:
         """Return rank 0's JSON-ready value on every rank; the others' is ignored."""
-        return self.gather(value if self.rank == 0 else None)[0]
+        if self.size == 1:
+            return value
+        data = bytearray(canonical_json(value).encode() if self.rank == 0 else b"")
+        size = int(self._all_gather(torch.tensor([len(data)]))[0])
+        sent = torch.frombuffer(data or bytearray(size), dtype=torch.uint8)
+        with self._lost():
+            dist.broadcast(sent, src=0, group=self._control)
+        return json.loads(sent.numpy().tobytes())
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         received = [torch.empty_like(tensor) for _ in range(self.size)]

@@ -59,16 +59,10 @@ class WorkloadParams:
 def make_step_batch(
     shape: ModelSpec | tuple[int, int, int], params: WorkloadParams | None = None, *, seed: int = 0, step: int = 0
 ) -> StepBatch:
-    """Make the step batch number ``step`` of the stream that ``seed`` starts.
+    """Make step batch number ``step`` of the stream that ``seed`` starts: equal pairs give equal batches.
 
-    Parameters
-    ----------
-    shape
-        The model, or its MoE layers, experts and top-k.
-    params
-        The workload; the default is 32 prompts x 8 rollouts of a long-reasoning mix.
-    seed, step
-        Equal pairs give equal batches; batches of one seed share the (slowly drifting) popularity of experts.
+    ``shape`` is the model, or its MoE layers, experts and top-k; the default workload is 32 prompts x 8 rollouts of a
+    long-reasoning mix. Batches of one seed share the (slowly drifting) popularity of experts.
     """
     from search import StepBatch
 

@@ -38,7 +38,10 @@ def read_step_times(path: Path | str) -> dict[str, StepTimes]:
     path = Path(path)
     try:
         if path.suffix == ".json":
-            rows = pd.DataFrame(read_json(path, "Step times"))
+            listed = read_json(path, "Step times")
+            if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+                raise ValueError("expected a list of objects")
+            rows = pd.DataFrame(listed)
         else:
             rows = pd.DataFrame(csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines(), strict=True))
     except FileNotFoundError:
@@ -61,7 +64,7 @@ def read_step_times(path: Path | str) -> dict[str, StepTimes]:
     total, parts = seconds["step_time_s"], seconds[list(PARTS)]
     wrong = {
         "names no step: give the step batch's file name without .npz": rows["step"].isna(),
-        "occurs twice: keep one row a step": rows["step"].duplicated(),
+        "occurs twice: keep one row a step": rows["step"].astype(str).duplicated(),
         "holds a time that is not above 0, or no number of seconds": (
             ~(total > 0) | (given.notna() & ~((seconds >= 0) & np.isfinite(seconds))).any(axis=1)
         ),

@@ -138,6 +138,8 @@ def _array(name: str, value: Any, spec: ModelSpec, num_samples: int, source: str
     array, axes = np.asarray(value), LAYOUT[name]
     if array.dtype.kind not in ("iuU" if name == "sample_ids" else "iu"):
         raise RoutePackError(f"{source}: expected {name} to hold integers, got {array.dtype}. Convert it when writing.")
+    if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
+        raise RoutePackError(f"{source}: {name} holds {array.max()}, beyond any count of tokens.")
     if array.ndim != len(axes):
         wanted = " x ".join(AXES[axis] for axis in axes)
         raise RoutePackError(f"{source}: expected {name} as {wanted}, got the shape {list(array.shape)}.")

@@ -55,7 +55,7 @@ def quiet_mlflow() -> Any:
 
 def what_mlflow_said(error: Exception) -> str:
     """Return an error of MLflow or its store as one short line without passwords."""
-    return without_password(" ".join(str(error).split())[:300])
+    return without_password(" ".join(str(error).split()))[:300]
 
 
 def tracking_uri(configured: str, folder: Path | str) -> str:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from profiler import RoutePackError
+from profiler.errors import explained
 from search.joint import plan_step
 from search.plan import Plan, check_plan
 from search.tuning.task import TuneParams, TuneTask
@@ -118,9 +119,8 @@ class Scorer:
         how: dict[str, Any] = {"seed": seed, "previous": previous, "num_threads": 1}
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         try:
-            plan = plan_step(batch, tables, task.spec, task.topology, cap, params, **how)
-        except RoutePackError as error:
-            raise RoutePackError(f"Batch {name}: {error}") from None
+            with explained(f"Batch {name}: "):
+                plan = plan_step(batch, tables, task.spec, task.topology, cap, params, **how)
         finally:
             plan_s = time.process_time() - cpu_s
             self.planning_s += time.perf_counter() - wall_s
@@ -138,10 +138,7 @@ class Scorer:
         """Return the defaults' plan and score of a batch; each plan starts from that of the batch before."""
         while len(self._chain) <= index:
             previous = self._chain[-1][0] if self._chain else None
-            try:
+            told = "The planner's own settings, which all are compared with, fail. "
+            with explained(told, " Start from others."):
                 self._chain.append(self.planned({}, len(self._chain), self.task.seed, previous))
-            except RoutePackError as error:
-                raise RoutePackError(
-                    f"The planner's own settings, which all are compared with, fail. {error} Start from others."
-                ) from None
         return self._chain[index]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,40 +34,33 @@ def make_sampler(task: TuneTask, worker: int, finished: int) -> Any:
         raise RoutePackError(
             f"Sampler {name} needs the package {NEEDS[name]}, which is not installed. Install it, or use sampler tpe."
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is experimental or deprecated in Optuna is no news to users
-        if name == "gp":
-            return optuna.samplers.GPSampler(
-                seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False
-            )
-        if name == "cmaes":  # it leaves the cap, a choice, to chance
-            return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
-        return optuna.samplers.TPESampler(
-            seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS
-        )
+    kinds: dict[str, Any] = {
+        "tpe": partial(
+            optuna.samplers.TPESampler, multivariate=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS
+        ),
+        "gp": partial(optuna.samplers.GPSampler, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False),
+        # It leaves the cap, a choice, to chance.
+        "cmaes": partial(optuna.samplers.CmaEsSampler, warn_independent_sampling=False),
+    }
+    with warnings.catch_warnings(action="ignore"):  # what is experimental or deprecated in Optuna is no news to users
+        return kinds[name](seed=seed)
 
 
 def make_pruner(task: TuneTask) -> Any:
     """Return what stops a trial that loses to the best one batch by batch; nothing does with two objectives."""
     import optuna
 
-    if task.params.two_objectives:
-        return optuna.pruners.NopPruner()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.pruners.WilcoxonPruner(p_threshold=P_THRESHOLD)
+    with warnings.catch_warnings(action="ignore"):
+        wilcoxon = optuna.pruners.WilcoxonPruner(p_threshold=P_THRESHOLD)
+    return optuna.pruners.NopPruner() if task.params.two_objectives else wilcoxon
 
 
 def distributions(task: TuneTask) -> dict[str, Any]:
     """Return the study's space in Optuna's terms."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    space: dict[str, Any] = {}
-    for name, knob in task.space.items():
-        if knob.integer:
-            space[name] = IntDistribution(int(knob.low), int(knob.high), log=knob.log)
-        else:
-            space[name] = FloatDistribution(knob.low, knob.high, log=knob.log)
+    kinds: dict[bool, Any] = {True: IntDistribution, False: FloatDistribution}
+    space = {name: kinds[knob.integer](knob.low, knob.high, log=knob.log) for name, knob in task.space.items()}
     if len(task.caps) > 1:
         space[CAP] = CategoricalDistribution(task.caps)
     return space

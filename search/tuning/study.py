@@ -21,10 +21,6 @@ from search.tuning.task import CAP, TuneTask
 from search.tuning.trials import best_trial, finished_trials, state_of
 from search.tuning.workers import run_workers, work
 
-TrialListener = Callable[[Sequence[Any]], None]
-"""Is given the finished trials (Optuna's) of its own workers at a study's start and whenever there are more, all at its
-end."""
-
 
 def run_study(
     task: TuneTask,
@@ -35,7 +31,7 @@ def run_study(
     workers: int = 1,
     ray: bool = False,
     observer: Observer | None = None,
-    listener: TrialListener = lambda trials: None,
+    listener: Callable[[Sequence[Any]], None] = lambda trials: None,
 ) -> dict[str, Any]:
     """Run or resume a study until it holds ``trials`` finished trials; return its summary.
 
@@ -48,7 +44,7 @@ def run_study(
     workers, ray
         Processes of this machine, or tasks of a Ray cluster.
     listener
-        Is told of finished trials (see :data:`search.tuning.study.TrialListener`).
+        Is given the finished trials (Optuna's) of its own workers at the start and when there are more, all at the end.
 
     Returns
     -------

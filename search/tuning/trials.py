@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from profiler import RoutePackError
-from search.tuning.locks import Locks, alone
 from search.tuning.objective import BatchScore, Scorer, objectives_of
 from search.tuning.samplers import distributions, make_pruner, make_sampler
+from search.tuning.storage import Locks, alone
 from search.tuning.task import TuneTask
 
 MAX_REPEATS = 20

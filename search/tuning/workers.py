@@ -28,6 +28,8 @@ from search.tuning.task import TuneTask
 from search.tuning.trials import fail_abandoned, finished_trials, run_trials
 
 POLL_S = 0.5
+THREADS = "OMP_NUM_THREADS"
+"""A worker's numpy reads it when it is imported."""
 STOP_S = 5.0
 """Time a worker has to end after a polite signal."""
 
@@ -35,15 +37,10 @@ Job = tuple[TuneTask, str, str, int]
 """What every worker is given: task, storage, name of the study, trials."""
 
 
-def work(job: Job, worker: int, after_trial: Callable[[], None] = lambda: None, *, threads: int = 0) -> None:
-    """Be one worker: run trials, and leave none running; ``threads`` limits what libraries use, 0 nothing."""
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
+def work(job: Job, worker: int, after_trial: Callable[[], None] = lambda: None) -> None:
+    """Be one worker: run trials, and leave none running."""
     task, storage, name, trials = job
-    if threads:
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # of libraries that are loaded later
-    with threadpool_limits(threads or None):
-        run_trials(task, open_study(task, storage, name), study_locks(storage, name), trials, worker, after_trial)
+    run_trials(task, open_study(task, storage, name), study_locks(storage, name), trials, worker, after_trial)
 
 
 def run_workers(job: Job, study: Any, numbers: range, look: Callable[[], None], *, ray: bool = False) -> None:
@@ -74,15 +71,21 @@ def run_workers(job: Job, study: Any, numbers: range, look: Callable[[], None], 
 def _processes(job: Job, numbers: range) -> Generator[list[str], None, None]:
     """Start processes of this machine; say again and again of what some died; on the way out none is left."""
     context = multiprocessing.get_context("spawn")
-    threads = max(1, len(os.sched_getaffinity(0)) // len(numbers))
     with tempfile.TemporaryDirectory() as folder:
         logs = {
-            context.Process(target=_work_here, args=(job, number, log, threads), name=log.stem, daemon=True): log
+            context.Process(target=_work_here, args=(job, number, log), name=log.stem, daemon=True): log
             for number, log in ((number, Path(folder, f"worker {i}.log")) for i, number in enumerate(numbers))
         }
         try:
+            own, os.environ[THREADS] = (
+                os.environ.get(THREADS),
+                str(max(1, len(os.sched_getaffinity(0)) // len(numbers))),
+            )
             for process in logs:
                 process.start()
+            del os.environ[THREADS]
+            if own is not None:
+                os.environ[THREADS] = own
             running = list(logs)
             while running:
                 ended = wait([process.sentinel for process in running], timeout=POLL_S)
@@ -101,7 +104,7 @@ def _processes(job: Job, numbers: range) -> Generator[list[str], None, None]:
                 process.join()
 
 
-def _work_here(job: Job, worker: int, log: Path, threads: int) -> None:
+def _work_here(job: Job, worker: int, log: Path) -> None:
     """Be one process: say what goes wrong in a log, end with the parent."""
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent stops its workers
@@ -109,7 +112,7 @@ def _work_here(job: Job, worker: int, log: Path, threads: int) -> None:
     assert parent is not None
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     try:
-        work(job, worker, threads=threads)
+        work(job, worker)
     except RoutePackError as error:
         sys.exit(str(error))
 
@@ -142,8 +145,8 @@ def _ray_tasks(job: Job, numbers: range) -> Generator[list[str], None, None]:
         raise RoutePackError(
             f"Storage {shown(job[1])} is a file that other nodes cannot lock. Give --storage postgresql://..."
         )
-    submit, sent = ray.remote(num_cpus=1)(work).remote, ray.put(job)
-    running = [submit(sent, number, threads=1) for number in numbers]
+    submit, sent = ray.remote(num_cpus=1, runtime_env={"env_vars": {THREADS: "1"}})(work).remote, ray.put(job)
+    running = [submit(sent, number) for number in numbers]
     try:
         while running:
             ended, running = ray.wait(running, num_returns=1, timeout=POLL_S)

@@ -9,8 +9,7 @@ from small_tasks import make_task, warm_processes
 
 from profiler import RoutePackError
 from search import PlannerParams
-from search.tuning.locks import ServerLocks
-from search.tuning.storage import open_study, shown
+from search.tuning.storage import ServerLocks, open_study, shown
 from search.tuning.task import difference
 
 optuna = pytest.importorskip("optuna")
