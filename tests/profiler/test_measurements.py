@@ -73,6 +73,10 @@ def test_other_parquet_files_and_other_schemas_are_refused(measurements, tmp_pat
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     with pytest.raises(RoutePackError, match="not of measurements"):
         Measurements.load(tmp_path / "other.parquet")
+    whole = pq.read_table(measurements.save(tmp_path))
+    pq.write_table(whole.drop_columns(["time_us", "window"]), tmp_path / "measurements.parquet")
+    with pytest.raises(RoutePackError, match="lack the columns time_us, window"):
+        Measurements.load(tmp_path)
     for version in (1, 3):
         monkeypatch.setattr("profiler.measurements.SCHEMA_VERSION", version)
         path = measurements.save(tmp_path)

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 
 from profiler import ProfileParams, RoutePackError
@@ -41,6 +43,27 @@ def test_repeats_stop_when_the_case_has_used_its_time(backend, monkeypatch):
     monkeypatch.setattr(backend, "flush", lambda: __import__("time").sleep(0.03))
     rows = time_case(CASE, backend, ProfileParams(repeats=50, min_repeats=2, max_case_seconds=0.2))
     assert all(2 <= len(row["repeats_us"]) < 50 for row in rows)
+
+
+def test_one_result_of_a_case_is_alive_at_a_time(backend, monkeypatch):
+    alive, most = weakref.WeakSet(), []
+
+    class Tracked(torch.Tensor):
+        pass
+
+    def work(case, backend):
+        def run():
+            most.append(len(alive))
+            made = torch.ones(4).as_subclass(Tracked)
+            alive.add(made)
+            return made
+
+        return run, ()
+
+    monkeypatch.setitem(WORKS, "dense", work)
+    assert time_case(CASE, backend, PARAMS, directions=("forward",))[0]["status"] == "ok"
+    assert len(most) > 2
+    assert max(most) == 0  # the one before was freed: large cases have room for one
 
 
 def raising(error):

@@ -216,6 +216,20 @@ def test_json_times_and_a_plan_of_another_step(job, planner, bundle):
     times.write_text(json.dumps([{"step": "step02", "step_time_s": 1.0, "plan": "plan.json"}]))
     with pytest.raises(RoutePackError, match="other samples"):
         check(bundle, job.steps, times)
+    for text in ('[{"step": "step01", "step_time_s": 1}, 5]', '{"step": ["step01"], "step_time_s": [1]}'):
+        times.write_text(text)
+        with pytest.raises(RoutePackError, match="expected a list of objects"):
+            check(bundle, job.steps, times)
+
+
+def test_a_plan_that_ran_must_keep_the_cap_as_the_bundle_pads(job, planner):
+    padding = replace(planner, params=replace(planner.params, sequence_alignment=planner.max_tokens))
+    bundle = write_bundle(job.folder / "padding", padding, {"default_params": asdict(padding.params)})
+    planner.plan(job.steps / "step01.npz").save(job.folder / "plan.json")
+    times = job.folder / "times.json"
+    times.write_text(json.dumps([{"step": "step01", "step_time_s": 1.0, "plan": "plan.json"}]))
+    with pytest.raises(RoutePackError, match=r"plan\.json, does not fit: Cell .* tokens, cap"):
+        check(bundle, job.steps, times)
 
 
 def test_refit_never_in_place_nor_without_times(job, bundle):

@@ -142,6 +142,13 @@ def test_both_layouts_give_the_same_rows(folder, tmp_path):
             np.testing.assert_array_equal(column, second.rows[name])
 
 
+def test_tables_of_other_kernels_do_not_replace_the_plain_ones(folder):
+    before = import_published(folder).rows["time_us"].tolist()
+    wide = folder / "trtllm" / "1.0" / "wideep_moe_perf.txt"
+    wide.write_text("\n".join(TABLES["trtllm/1.0/moe_perf.txt"]).replace("0.5", "9.5"))
+    assert import_published(folder).rows["time_us"].tolist() == before
+
+
 def test_the_newest_version_of_trtllm_is_read_and_the_others_are_named(folder):
     for name, factor in (("trtllm/1.10", 3), ("vllm/9.0", 5)):
         (folder / name).mkdir(parents=True)

@@ -25,7 +25,7 @@ from profiler import RoutePackError
 from routepack_tune import tune
 from routepack_tune.config import check_tracking_uri
 from routepack_tune.tracking import sync
-from routepack_tune.tracking.store import Store, own_uri, quiet_mlflow, tracking_uri
+from routepack_tune.tracking.store import Store, own_uri, quiet_mlflow, tracking_uri, what_mlflow_said
 from routepack_tune.tracking.sync import StudySync, trial_metrics
 from search import BatchScore
 
@@ -375,6 +375,12 @@ def test_configuration_beats_environment_beats_default(monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     assert tracking_uri("", tmp_path) == "http://127.0.0.1:1"
     assert tracking_uri("sqlite:///x.db", tmp_path) == "sqlite:///x.db"
+
+
+def test_no_password_is_cut_in_two():
+    url = "postgresql://user:verysecretpassword@host/db"
+    said = [what_mlflow_said(ValueError("x" * blanks + url)) for blanks in range(240, 300)]
+    assert all(len(text) <= 300 and "secret" not in text for text in said)
 
 
 def test_passwords_stay_out_of_what_is_stored(track):
