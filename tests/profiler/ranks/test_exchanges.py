@@ -23,6 +23,7 @@ from profiler.ranks.exchanges import (
     run_exchanges,
     split_bytes,
     summary,
+    time_exchange,
     time_round,
     transfer_case,
 )
@@ -183,7 +184,7 @@ def test_nothing_waits_between_the_flush_and_an_exchange_on_a_gpu(monkeypatch, k
     dist = pytest.importorskip("torch.distributed", reason="torch is not installed")
     recorder = Recorder(kind)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: recorder.calls.append("device barrier"))
-    move = Move(lambda: None, (0,), "")
+    move = Move(lambda: None, lambda: True, (0,), "")
     one = time_round(Stage(recorder, recorder, PARAMS, CARD), move, [0.0], time.perf_counter())
     assert recorder.calls == expected
     assert (one.time_us, one.slowest, one.skew_us, one.latest) == (1.0, 0, 0.0, 0)
@@ -205,3 +206,28 @@ def test_exchanges_in_doubt_are_pooled_on_gpus_and_chosen_on_cpus(monkeypatch, k
     row = journal.rows[small.case_id("forward", "uint8")]
     assert row["looks"] == 3
     assert row["repeats_us"] == expected
+
+
+def timed_once(monkeypatch, move):
+    """Time one exchange whose move is made by a function; the rounds are pretended."""
+    monkeypatch.setattr("profiler.ranks.exchanges._move", move)
+    monkeypatch.setattr("profiler.ranks.exchanges.time_round", lambda *_: rounds(0.0)[0])
+    recorder = Recorder("cpu")
+    recorder.clock_offsets = lambda: [0.0]
+    return time_exchange(Stage(recorder, recorder, PARAMS, CARD), transfer_case("inside", 1024), "forward")
+
+
+def test_buffers_that_do_not_fit_are_a_row_that_says_so(monkeypatch):
+    def too_large(*_):
+        raise MemoryError("Tried to allocate 2 GiB")
+
+    row = timed_once(monkeypatch, too_large)
+    assert (row["status"], row["message"]) == ("oom", "rank 0: Tried to allocate 2 GiB")
+    assert row["bytes"] == 1024
+
+
+@pytest.mark.parametrize(("right", "status"), [(True, "ok"), (False, "failed")])
+def test_an_exchange_that_brings_other_bytes_was_not_measured(monkeypatch, right, status):
+    row = timed_once(monkeypatch, lambda *_: Move(lambda: None, lambda: right, (0,), "gloo"))
+    assert row["status"] == status
+    assert ("not those that were sent" in row["message"]) == (not right)
