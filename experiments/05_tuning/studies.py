@@ -21,8 +21,7 @@ from regimes import CACHE, Regime, load_tables  # noqa: E402
 from costmodels import CostModel, StepTables, fit_cost_model, freeze_tables, tables_key  # noqa: E402
 from profiler import Observer, import_published  # noqa: E402
 from search import BatchScore, PlannerParams, StepBatch, TuneParams, TuneTask, run_study  # noqa: E402
-from search.tuning.holdout import Interval, bootstrap_gain  # noqa: E402
-from search.tuning.objective import Scorer  # noqa: E402
+from search.tuning.objective import Interval, Scorer, bootstrap_gain  # noqa: E402
 from search.tuning.storage import choose_storage, open_study  # noqa: E402
 
 FOLDER = CACHE / "05_tuning"

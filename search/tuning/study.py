@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from profiler import Observer, RoutePackError
-from search.tuning.holdout import choose_export, compare_on_holdout
+from search.tuning.objective import choose_export, compare_on_holdout
 from search.tuning.storage import is_server, open_study
 from search.tuning.task import CAP, TuneTask
 from search.tuning.trials import best_trial, finished_trials, state_of

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from small_tasks import make_task
 
-from search.tuning.holdout import bootstrap_gain, choose_export, compare_on_holdout
+from search.tuning.objective import bootstrap_gain, choose_export, compare_on_holdout
 
 
 def test_interval_of_equal_gains_is_a_point():
