@@ -20,4 +20,12 @@ os.environ["NUMBA_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "numba" / hashlib.s
 def pytest_cmdline_main(config):
     """Share tests by file where pytest-xdist runs them and nothing else was asked for."""
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
-        config.option.dist = "loadfile"
+        config.option.dist, config.option.loadscopereorder = "loadfile", False
+
+
+def pytest_collection_modifyitems(items):
+    """Put what takes longest first, so that no worker is left with it: one compiles while another starts processes."""
+    first = ("packing/test_kernels.py", "ranks/test_ranks.py", "tracking/test_tracking.py", "study/test_study.py")
+    items.sort(
+        key=lambda item: next((k for k, name in enumerate(first) if item.nodeid.split("::")[0].endswith(name)), 9)
+    )

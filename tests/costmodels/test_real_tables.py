@@ -11,7 +11,10 @@ from profiler import Topology, import_published, load_model
 TABLES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gpu-timings" / "h200_sxm"
 CAP = 32768
 
-pytestmark = pytest.mark.skipif(not TABLES.is_dir(), reason="shared/data/gpu-timings is not beside the checkout")
+pytestmark = [
+    pytest.mark.slow,  # three quarters of a minute for its one fit
+    pytest.mark.skipif(not TABLES.is_dir(), reason="shared/data/gpu-timings is not beside the checkout"),
+]
 
 
 @pytest.fixture(scope="module")
