@@ -47,7 +47,7 @@ def run(data: Path, work: Path, trials: int) -> dict[str, list[Outcome]]:
     planner = rt.load_planner(work / "bundle")
     outcomes = {}
     for name in PLANNED:
-        plan = rt.plan(data / "routing" / name, work / f"{name}.json", work / "bundle")
+        plan = rt.plan(data / "routing" / name, work / f"{name}.json", planner)
         print(f"{name}: gap to the proven bound {plan.gap:.2%}, counters {plan.counters}")
         outcomes[name] = compare_planners(planner, [rt.load_step_batch(data / "routing" / name, planner.spec)])
     return outcomes
