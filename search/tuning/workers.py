@@ -70,22 +70,20 @@ def run_workers(job: Job, study: Any, numbers: range, look: Callable[[], None], 
 
 def _processes(job: Job, numbers: range) -> Generator[list[str], None, None]:
     """Start processes of this machine; say again and again of what some died; on the way out none is left."""
-    context = multiprocessing.get_context("spawn")
+    context, threads = multiprocessing.get_context("spawn"), str(max(1, len(os.sched_getaffinity(0)) // len(numbers)))
     with tempfile.TemporaryDirectory() as folder:
         logs = {
             context.Process(target=_work_here, args=(job, number, log), name=log.stem, daemon=True): log
             for number, log in ((number, Path(folder, f"worker {i}.log")) for i, number in enumerate(numbers))
         }
         try:
-            own, os.environ[THREADS] = (
-                os.environ.get(THREADS),
-                str(max(1, len(os.sched_getaffinity(0)) // len(numbers))),
-            )
-            for process in logs:
-                process.start()
-            del os.environ[THREADS]
-            if own is not None:
-                os.environ[THREADS] = own
+            own, os.environ[THREADS] = os.environ.get(THREADS), threads
+            try:
+                for process in logs:
+                    process.start()
+            finally:  # callers have their own
+                os.environ.pop(THREADS)
+                os.environ.update({} if own is None else {THREADS: own})
             running = list(logs)
             while running:
                 ended = wait([process.sentinel for process in running], timeout=POLL_S)
