@@ -82,18 +82,16 @@ def study_summary(document: Mapping[str, Any], out: Path) -> str:
     from routepack_tune.reports.tuning import counted
 
     summary = document["summary"]
-    best, holdout = summary["best"], summary["holdout"]
+    best, exported = summary["best"], "the default settings"
+    if summary["export"] == "best":
+        exported = f"trial {best['number']}"
     lines = [
         f"Study: {out}",
-        f"  {counted(summary['trials'])}; best is trial {best['number']}: {best['value']:.4f} of the default settings' "
-        "time (step, moves, exposed planning)",
+        f"  exports {exported}. {summary['export_reason']}",
+        f"  {counted(summary['trials'])}; best on the tuning batches is trial {best['number']}",
+        f"  held out: {', '.join(summary['names']['holdout']) or 'nothing'}; {summary['planning']}",
+        f"  report: {out / 'tuning-report.html'}",
     ]
-    if holdout["best_value"] is not None:
-        lines.append(
-            f"  held out ({', '.join(summary['names']['holdout'])}): {holdout['best_value']:.4f}, untuned settings "
-            f"{holdout['default_value']:.4f}"
-        )
-    lines += [f"  exports {summary['export']}: {summary['export_reason']}", f"  report: {out / 'tuning-report.html'}"]
     return "\n".join(lines)
 
 

@@ -216,9 +216,8 @@ def outcome_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         "best_objective": summary["best"]["value"],
         "best_trial": summary["best"]["number"],
         "default_settings_objective": (summary["default"] or {}).get("value"),
-        "holdout_best_objective": holdout["best_value"],
-        "holdout_default_settings_objective": holdout["default_value"],
-        **{f"holdout_{name}": holdout[name] for name in ("gain_pct", "low_pct", "high_pct")},
+        **{f"holdout_{name}": number for name, number in (holdout["gain"] or {}).items()},
+        **{f"holdout_{name}_{of}": mean for of, means in holdout["means"].items() for name, mean in means.items()},
         **{f"overhead_{name}": value for name, value in summary["overhead"].items()},
         **{f"trials_{state}": count for state, count in summary["trials"].items()},
     }

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from typing import Any
 
 from profiler import Observer, RoutePackError
-from search.tuning.objective import choose_export, compare_on_holdout
+from search.tuning.objective import FINALISTS, best_again, choose_export, compare_on_holdout, told_slack
 from search.tuning.storage import is_server, open_study
 from search.tuning.task import CAP, TuneTask
-from search.tuning.trials import best_trial, finished_trials, state_of
+from search.tuning.trials import best_trials, finished_trials, state_of
 from search.tuning.workers import run_workers, work
 
 
@@ -68,7 +68,7 @@ def run_study(
         finished = finished_trials(study)
         if len(finished) == told:
             return
-        best = best_trial(task, finished)
+        best = next(iter(best_trials(task, finished)), None)
         for _ in range(len(finished) - max(0, told)):
             observer.advance("trials", f"best {100 * (1 - best.values[0]):+.2f}% against the defaults" if best else "")
         told = len(finished)
@@ -90,12 +90,15 @@ def run_study(
 def summarise(task: TuneTask, study: Any, observer: Observer | None = None) -> dict[str, Any]:
     """Try the winner on the held-out batches and return all there is to tell of a study."""
     trials = study.get_trials(deepcopy=False)
-    best = best_trial(task, trials)
-    if best is None:
+    ranked = best_trials(task, trials)
+    if not ranked:
         reasons = {trial.user_attrs.get("infeasible", "failed") for trial in trials}
         raise RoutePackError(f"No trial of study {study.study_name!r} is feasible: {'; '.join(sorted(reasons))}")
     default_setting, complete = task.given_settings[0], [t for t in trials if t.state.name == "COMPLETE"]
     default = next((t for t in complete if t.params == default_setting), None)
+    better = ranked[: ranked.index(default)] if default in ranked else ranked
+    finalists = better[: 1 if task.params.two_objectives else FINALISTS] or [default]
+    best = finalists[best_again(task, [trial.params for trial in finalists], observer)]
     holdout = compare_on_holdout(task, best.params, observer)
     export, reason = choose_export(best.number, best.params == default_setting, holdout)
     counts = Counter(map(state_of, trials))
@@ -106,6 +109,7 @@ def summarise(task: TuneTask, study: Any, observer: Observer | None = None) -> d
         "signature": task.signature,
         "names": {"tuned": [task.names[i] for i in task.tuned], "holdout": [task.names[i] for i in task.held_out]},
         "trials": {state: counts[state] for state in ("complete", "infeasible", "pruned", "failed", "duplicate")},
+        "finalists": [trial.number for trial in finalists],
         "best": _told(task, best) | {"scores": best.user_attrs["scores"]},
         "default": _told(task, default) if default else None,
         "history": [
@@ -124,6 +128,7 @@ def summarise(task: TuneTask, study: Any, observer: Observer | None = None) -> d
         ],
         "importances": _importances(study, complete),
         "holdout": holdout,
+        "planning": told_slack(task.params.hidden_planning_s),
         "export": export,
         "export_reason": reason,
         "overhead": {key: sum(time_[key] for time_ in times) for key in ("planning_s", "total_s")},

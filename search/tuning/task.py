@@ -40,10 +40,12 @@ class TuneParams:
     holdout_share: float = 0.25
     """Share of the step batches, the latest ones, on which only the winner is tried; at least one where there are
     two."""
-    holdout_seeds: int = 3
+    holdout_seeds: int = 5
     """Seeds, none used in a trial, with which winner and defaults plan every held-out batch."""
-    hidden_planning_s: float = 0.0
-    """Planning time hidden behind the rollout's tail; only what exceeds it is charged."""
+    hidden_planning_s: float | None = None
+    """Slack of the job: planning time (processor seconds a step) that hides behind the rollout's tail or
+    log-probability passes. Only what exceeds it is charged. None: 2 s, or what the default settings take where that is
+    more."""
     two_objectives: bool = False
     """Search step time and planning time as two objectives instead of their sum; no trial is stopped early then."""
     sampler: str = "tpe"
@@ -59,7 +61,7 @@ class TuneParams:
         checks = [
             ("holdout_share", "in [0, 1)", 0 <= self.holdout_share < 1),
             ("holdout_seeds", ">= 1", self.holdout_seeds >= 1),
-            ("hidden_planning_s", ">= 0 and finite", 0 <= self.hidden_planning_s < math.inf),
+            ("hidden_planning_s", ">= 0 and finite", 0 <= (self.hidden_planning_s or 0) < math.inf),
             ("sampler", f"one of {', '.join(SAMPLERS)}", self.sampler in SAMPLERS),
             ("sampler", "tpe or gp with two_objectives", not (self.two_objectives and self.sampler == "cmaes")),
             ("caps", ">= 1 token", all(cap >= 1 for cap in self.caps)),

@@ -169,10 +169,10 @@ def state_of(trial: Any) -> str:
     return str(trial.state.name).lower()
 
 
-def best_trial(task: TuneTask, trials: Sequence[Any]) -> Any:
-    """Return the complete trial with the least value; with two objectives that with the least step time among those
-    that plan no longer than the defaults (all, where none does)."""
+def best_trials(task: TuneTask, trials: Sequence[Any]) -> list[Any]:
+    """Return the complete trials by value, the least first; with two objectives by step time, those that plan no longer
+    than the defaults (all, where none does)."""
     complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
     if task.params.two_objectives:
         complete = [t for t in complete if t.values[1] <= 1] or complete
-    return min(complete, key=lambda trial: (*trial.values, trial.number), default=None)
+    return sorted(complete, key=lambda trial: (*trial.values, trial.number))

@@ -48,7 +48,9 @@ def document(study_template):
     summary["holdout"] |= {
         "best": [score("new <1>", 1, 9.0, 0.5), score("new <1>", 2, 9.0, 0.7)],
         "default_settings": [score("new <1>", 1, 10.0), score("new <1>", 2, 10.0)],
-        "gain_pct": 4.0, "low_pct": 3.5, "high_pct": 4.5, "seeds": [1, 2],
+        "gain": {"gain_pct": 4.0, "low_pct": 3.5, "high_pct": 4.5}, "seeds": [1, 2],
+        "means": {"default_settings": {"step_time_s": 9.8, "move_s": 0.2, "plan_s": 1.0},
+                  "best": {"step_time_s": 9.0, "move_s": 0.6, "plan_s": 0.5}},
     }  # fmt: skip
     return known
 
@@ -61,7 +63,7 @@ def test_only_complete_trials_are_in_the_best_so_far():
 def test_batches_are_means_over_seeds_with_moves(document):
     early, late, held = outcomes(document["summary"]).itertuples()
     assert [one.kind for one in (early, late, held)] == ["tuned on", "tuned on", "held out"]
-    assert (held.no_planner_s, held.before_s, held.after_s) == pytest.approx((12.0, 10.0, 9.6))
+    assert (held.default_plan_s, held.before_s, held.after_s) == pytest.approx((12.0, 10.0, 9.6))
     assert held.gain_pct == pytest.approx(4.0)
     assert (early.Index, early.before_s, early.after_s) == ("early", 10.0, 9.0)
     assert (late.Index, late.before_plan_s, late.after_plan_s) == ("late", 1.0, 0.5)
@@ -87,13 +89,15 @@ def test_pictures_draw_what_there_is(document, tmp_path):
 def test_page_says_what_is_exported_and_why(document):
     text = tuning_page(document)
     for words in (
-        "trial 2", "+4.00%", "95% interval 3.50 to 4.50%", "Trial 2: gain of 4.00% &amp; more.", "new &lt;1&gt;",
-        "3 complete, 1 stopped early, 1 infeasible, 2 duplicates skipped", "5.0%", "of 100 s of trials",
+        "trial 2", "gain +4.00%, 95% interval +3.50 to +4.50%", "Trial 2: gain of 4.00% &amp; more.", "new &lt;1&gt;",
+        "3 complete, 1 stopped early, 1 infeasible, 2 duplicates skipped", "Of 100 s in trials 95 s were planning",
+        "<b>9.8 → 9 s</b>", "<b>0.2 → 0.6 s</b>", "<b>1 → 0.5 s</b>", "planning is free up to",
     ):  # fmt: skip
         assert words in text
     document["summary"] |= {"export": "defaults", "export_reason": "it does not lie above zero"}
     text = tuning_page(document)
-    assert "<b>defaults</b>" in text
+    assert "<b>default settings</b>" in text
+    assert "<b>9.8 s</b>" in text
     assert "it does not lie above zero" in text
 
 
@@ -101,7 +105,9 @@ def test_page_without_hold_out_or_defaults_is_whole(document):
     summary = document["summary"]
     summary["names"]["holdout"] = []
     summary["default"] = None
-    summary["holdout"] |= {"best": [], "default_settings": [], "gain_pct": None, "low_pct": None, "high_pct": None}
+    summary["holdout"] |= {
+        "best": [], "default_settings": [], "gain": None, "means": {"best": {}, "default_settings": {}},
+    }  # fmt: skip
     assert "nothing held out" in tuning_page(document)
 
 

@@ -41,9 +41,8 @@ SUMMARY = {
     "holdout": {
         "best": [],
         "default_settings": [],
-        "best_value": None,
-        "default_value": None,
-        **dict.fromkeys(("gain_pct", "low_pct", "high_pct")),
+        "gain": None,
+        "means": {"best": {}, "default_settings": {}},
     },
     "overhead": {},
     "export": "defaults",

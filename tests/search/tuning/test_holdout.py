@@ -1,10 +1,13 @@
 """The winner must prove itself on unseen batches, or the defaults are exported."""
 
+from dataclasses import replace
+from statistics import mean
+
 import numpy as np
 import pytest
 from small_tasks import make_task
 
-from search.tuning.objective import bootstrap_gain, choose_export, compare_on_holdout
+from search.tuning.objective import BatchScore, best_again, bootstrap_gain, choose_export, compare_on_holdout
 
 
 def test_interval_of_equal_gains_is_a_point():
@@ -34,21 +37,37 @@ def test_coverage_of_normal_gains():
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "export"), [(0.1, 0.5, "best"), (0.0, 0.5, "defaults"), (-0.2, 0.5, "defaults")]
+    ("gain", "cost", "export", "word"),
+    [
+        ((0.1, 0.5), (0.1, 0.5), "best", "+0.30%"),
+        ((0.0, 0.5), (0.0, 0.5), "defaults", "not proven"),
+        ((-0.2, 0.5), (-0.2, 0.5), "defaults", "not proven"),
+        ((-0.2, 0.5), (5.0, 9.0), "best", "+0.30%"),  # less planning than the slack has room for, equal steps
+        ((-1.9, -0.1), (10.0, 11.6), "defaults", "slower"),  # less planning never pays for slower steps
+    ],
 )
-def test_an_interval_that_includes_zero_exports_the_defaults(low, high, export):
-    holdout = {"gain_pct": 0.3, "low_pct": low, "high_pct": high, "rests_on": "4 batches x 3 seeds"}
+def test_only_a_proven_gain_without_slower_steps_is_exported(gain, cost, export, word):
+    costs = {"step_time_s": 4.0, "move_s": 0.1, "plan_s": 0.7, "gap_to_bound": 0.03}
+    holdout = {
+        "gain": {"gain_pct": 0.3, "low_pct": gain[0], "high_pct": gain[1]},
+        "cost_gain": {"gain_pct": 0.3, "low_pct": cost[0], "high_pct": cost[1]},
+        "means": {"best": costs, "default_settings": costs | {"plan_s": 0.9}},
+        "rests_on": "4 batches x 3 seeds",
+        "best": [{"name": name} for name in "abcd"],
+    }
     chosen, reason = choose_export(7, False, holdout)
     assert chosen == export
-    assert "0.30%" in reason
-    assert "4 batches" in reason
+    for told in (word, "4 batches", "step 4 -> 4 s, moves 0.1 -> 0.1 s, planning 0.9 -> 0.7 s"):
+        assert told in reason
     assert choose_export(0, True, holdout)[0] == "defaults"
+    if word == "+0.30%" and cost[0] < 0.25:  # the interval of one batch knows seeds alone
+        assert "above 0.25%" in choose_export(7, False, {**holdout, "best": [{"name": "a"}] * 5})[1]
 
 
 def test_without_held_out_batches_nothing_is_proven():
     task = make_task(holdout_share=0.0)
     found = compare_on_holdout(task, {"max_iterations": 200})
-    assert found["gain_pct"] is None
+    assert found["gain"] is found["cost_gain"] is None
     assert found["best"] == []
     assert choose_export(3, False, found)[0] == "defaults"
 
@@ -60,8 +79,11 @@ def test_pairs_share_batch_and_seed_and_no_seed_was_used_in_trials():
     assert keys == [(score["name"], score["seed"]) for score in found["default_settings"]]
     assert keys == [(name, seed) for seed in found["seeds"] for name in ("step3", "step4")]
     assert task.seed not in found["seeds"]
-    assert found["default_value"] == 1
-    assert found["gain_pct"] == pytest.approx(100 * (1 - found["best_value"]))
+    assert found["gain"]["gain_pct"] == pytest.approx(
+        100 * (1 - mean(BatchScore(**s).step_value for s in found["best"]))
+    )
+    for name in ("best", "default_settings"):
+        assert found["means"][name]["step_time_s"] == pytest.approx(mean(s["step_time_s"] for s in found[name]))
 
 
 def test_one_held_out_batch_says_what_the_interval_rests_on():
@@ -71,4 +93,13 @@ def test_one_held_out_batch_says_what_the_interval_rests_on():
 def test_the_defaults_gain_exactly_nothing():
     task = make_task(hidden_planning_s=0.0)
     found = compare_on_holdout(task, task.given_settings[0])
-    assert (found["gain_pct"], found["low_pct"], found["high_pct"]) == (0, 0, 0)
+    assert found["gain"] == found["cost_gain"] == {"gain_pct": 0, "low_pct": 0, "high_pct": 0}
+
+
+def test_the_best_again_is_found_with_fresh_seeds_and_one_that_breaks_a_limit_is_last():
+    task = make_task(batches=3, caps=(20, 30))
+    task = replace(task, tables_by_cap={20: task.tables, 30: task.tables})
+    narrow, wide, broken = ({"max_iterations": 200, "max_tokens": cap} for cap in (30, 64, 20))
+    assert best_again(task, [narrow]) == 0
+    assert best_again(task, [narrow, wide]) == 1  # a cap of half the tokens needs more rows
+    assert best_again(task, [broken, narrow]) == 1  # the longest sample has more than 20 tokens

@@ -8,7 +8,7 @@ from small_tasks import make_task
 
 from profiler import RoutePackError
 from search import PlannerParams, plan_step
-from search.tuning.objective import BatchScore, Scorer, objectives_of
+from search.tuning.objective import BatchScore, Scorer, objectives_of, told_slack
 from search.tuning.task import TuneParams
 
 SCORE = BatchScore("b", 0, 8.0, 1.0, 3.0, 20.0, 7.0, 10.0, 4.0)
@@ -16,7 +16,7 @@ SCORE = BatchScore("b", 0, 8.0, 1.0, 3.0, 20.0, 7.0, 10.0, 4.0)
 
 
 def test_costs_add_up_relative_to_the_defaults():
-    assert SCORE.value(TuneParams()) == pytest.approx((8 + 1 + 3) / (10 + 4))
+    assert SCORE.value(TuneParams(hidden_planning_s=0)) == pytest.approx((8 + 1 + 3) / (10 + 4))
     assert SCORE.value(TuneParams(hidden_planning_s=3.5)) == pytest.approx(
         9 / 10.5
     )  # only what exceeds the hidden budget is charged, on both sides
@@ -24,6 +24,19 @@ def test_costs_add_up_relative_to_the_defaults():
     assert SCORE.plan_value == pytest.approx(0.75)
     assert objectives_of([SCORE], TuneParams(two_objectives=True)) == pytest.approx([0.9, 0.75])
     assert objectives_of([SCORE, replace(SCORE, step_time_s=9.0)], TuneParams(hidden_planning_s=5)) == [0.95]
+
+
+def test_planning_within_the_slack_is_free_and_the_default_slack_covers_the_default_settings():
+    plans_less, plans_more = replace(SCORE, plan_s=0.1), replace(SCORE, plan_s=4.5)
+    assert (
+        plans_less.value(TuneParams()) == SCORE.value(TuneParams()) == pytest.approx(0.9)
+    )  # nobody learns to plan less
+    assert plans_more.value(TuneParams()) == pytest.approx((9 + 0.5) / 10)  # the defaults take 4 s
+    quick = replace(SCORE, reference_plan_s=0.3)
+    assert [replace(quick, plan_s=s).value(TuneParams()) for s in (1.9, 2.5)] == pytest.approx([0.9, 0.95])
+    assert "2 s a step" in told_slack(None)
+    assert "assumed" in told_slack(None)
+    assert "assumed" not in told_slack(0.5)
 
 
 def test_the_defaults_under_another_name_are_planned_anew_and_cost_the_same_steps():

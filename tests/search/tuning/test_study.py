@@ -49,7 +49,7 @@ def test_a_gain_that_is_not_proven_exports_the_defaults():
     summary = summarise(task, study)
     assert summary["export"] == "defaults"
     assert summary["best"]["number"] == summary["default"]["number"] == 0
-    assert summary["holdout"]["gain_pct"] == 0
+    assert summary["holdout"]["gain"]["gain_pct"] == 0
 
 
 def test_a_trial_that_loses_batch_by_batch_is_stopped_early(monkeypatch):
