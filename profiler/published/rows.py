@@ -306,7 +306,7 @@ def _read_system(folder: Path) -> dict[str, Any]:
 def _meta(folder: Path, frameworks: list[str], tables: dict[str, Path], device: str) -> dict[str, Any]:
     system = _read_system(folder)
     gpu, node = system.get("gpu", {}), system.get("node", {})
-    bandwidth = node.get("intra_node_bw")
+    bandwidth, network = node.get("intra_node_bw"), node.get("inter_node_bw")
     fingerprint = DeviceFingerprint(
         kind="cuda",
         vendor="nvidia",
@@ -316,6 +316,7 @@ def _meta(folder: Path, frameworks: list[str], tables: dict[str, Path], device: 
         memory_gib=round(gpu.get("mem_capacity", 0) / GIB),
         interconnect=f"{bandwidth / 1e9:.0f} GB/s" if bandwidth else "",
         ranks_per_node=int(node.get("num_gpus_per_node", 1)),
+        network=f"{node.get('num_gpus_per_node', 1)} x {network * 8 / 1e9:g} Gb/s" if network else "",
         software={"tables": frameworks[0]},
         origin="published",
     )
