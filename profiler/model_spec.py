@@ -217,7 +217,7 @@ def refuse_sparse_attention(config: Mapping[str, Any], name: str) -> None:
         if (_is_sparse(key) and not off) or any(isinstance(kind, str) and _is_sparse(kind) for kind in kinds):
             raise RoutePackError(
                 f"Model {name}: {key} = {textwrap.shorten(str(value), 60)} means sparse attention, whose times depend "
-                "on the keys it chooses: it cannot be priced yet. Plan a model with dense, windowed or linear attention."
+                "on the keys it chooses: it cannot be priced yet. Plan a model of dense, windowed or linear attention."
             )
 
 
