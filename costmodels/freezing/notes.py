@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from costmodels.freezing.pricer import Pricer
 from costmodels.operations.backward import BACKWARD, SOURCES
 from costmodels.tables import PRICED
 
+PARTS = {
+    "attention": "attention cores",
+    "linear_attention": "linear attention cores",
+    "dense": "projections and dense layers",
+    "experts": "experts",
+    "router": "router and permute",
+}
+"""Operations of one rank in words."""
 NEVER = (
     "fixed cost of a row",
     "LM head and loss",
@@ -28,15 +36,8 @@ def table_notes(pricer: Pricer, length_max: int, rows_max: int, most_rows: int) 
 def priced_line(pricer: Pricer) -> str:
     """Return ``priced: ...; not priced: ...``: by what was measured, and by what a step of this job holds."""
     spec, topology = pricer.spec, pricer.topology
-    parts = {"attention": "attention cores"} if spec.attention_windows else {}
-    parts |= {"linear_attention": "linear attention cores"} if spec.linear_layers else {}
-    parts |= {"dense": "projections and dense layers", "experts": "experts", "router": "router and permute"}
-    priced, missing = [], []
-    for op, what in parts.items():
-        if pricer.has(op):
-            priced.append(what + " (backward assumed)" * ((op, "backward") not in pricer.model.models))
-        else:
-            missing.append(f"{what} (not measured)")
+    held = {"attention": spec.attention_windows, "linear_attention": spec.linear_layers}
+    priced, missing = _parts(pricer.model.models, [op for op in PARTS if held.get(op, True)])
     if topology.expert_model_parallel_size > 1:
         if not pricer.has("alltoall"):
             missing.append("dispatch and combine (not measured)")
@@ -57,6 +58,22 @@ def priced_line(pricer: Pricer) -> str:
     return f"{PRICED}{', '.join(priced)}; not priced: {', '.join(missing)}"
 
 
+def priced_of(timed: Collection[tuple[str, str]]) -> str:
+    """Return the same in a sentence for measurements of these (operation, direction), whatever the job."""
+    ops = {op for op, _ in timed}
+    priced, missing = _parts(timed, [op for op in PARTS if op in ops or op != "linear_attention"])
+    (priced if "alltoall" in ops else missing).append("dispatch and combine")
+    return f"From these times plans price: {', '.join(priced)}; they do not price: {', '.join([*missing, *NEVER])}."
+
+
+def _parts(timed: Collection[tuple[str, str]], wanted: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return which operations are priced, marked where backward is assumed, and which were not measured."""
+    there = [op for op in wanted if (op, "forward") in timed]
+    assumed = {op: " (backward assumed)" * ((op, "backward") not in timed) for op in there}
+    missing = [f"{PARTS[op]} (not measured)" for op in wanted if op not in there]
+    return [PARTS[op] + assumed[op] for op in there], missing
+
+
 def cores(pricer: Pricer) -> list[tuple[str, dict[str, int]]]:
     """Return the operation and shape of every attention core of the model."""
     cores = [("attention", pricer.core_shape(window)) for window in pricer.spec.attention_windows]
@@ -73,7 +90,8 @@ def _assumed(pricer: Pricer) -> Iterator[str]:
     for op, shape in [*cores(pricer), ("experts", pricer.experts_shape), ("router", pricer.router_shape)]:
         if pricer.has(op) and pricer.timed(op, shape) is None:
             named = ", ".join(f"{name} {value}" for name, value in shape.items())
-            learned = pricer.model.models[op, "forward"].unseen.trees is not None
+            fitted = pricer.model.models[op, "forward"]
+            learned = fitted.mixes.get("unseen") or (fitted.prior and fitted.prior.unseen_share > 0)
             how = "the learned model of other shapes" if learned else "the physics baseline alone"
             yield f"{op}: shape ({named}) has no measured rows: extrapolated by {how}"
     for (op, direction), fitted in sorted(pricer.model.models.items()):

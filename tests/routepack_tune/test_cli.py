@@ -20,7 +20,7 @@ from routepack_tune.cli import app, main
 
 SURFACE = {
     "profile": {"--config", "--out", "--published", "--device", "--prior", "--steps", "--target-error", "--max-minutes",
-                "--report"},
+                "--report", "--tables"},
     "fit": {"measurements", "--config", "--out", "--prior"},
     "tune": {"steps", "--costmodel", "--config", "--out", "--trials", "--workers", "--storage", "--ray", "--new-study",
              "--warm-start"},
@@ -164,7 +164,9 @@ def test_missing_inputs(capsys, job):
     )
     fails(capsys, job, "deploy", job.folder, "--out", job.folder / "b", words=["no study.json", "routepack tune"])
     fails(capsys, job, "fit", job.folder / "no", "--config", job.config, "--out", job.folder / "c", words=["no"])
-    fails(capsys, job, "profile", "--published", job.steps, "--config", job.config, "--out", job.folder / "m")
+    fails(
+        capsys, job, "profile", "--published", job.steps, "--config", job.config, "--out", job.folder / "m"
+    )
 
 
 def test_contradicting_flags(capsys, job):
