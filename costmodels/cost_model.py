@@ -29,7 +29,7 @@ from profiler.files import content_hash, file_hash, new_folder, read_json, write
 
 SCHEMA_VERSION = 3
 COST_MODEL_FILE, TABLES_FILE = "costmodel.json", "tables.npz"
-PLAIN = ("max_tokens", "data_hash", "provenance", "table_errors")
+PLAIN = ("max_tokens", "data_hash", "provenance", "table_errors", "doubts")
 PLAIN_MODEL = ("direction", "empty_us", "rows", "flagged_rows", "reasons", "validation", "mixes")
 PLAIN_PRIOR = ("name", "data_hash", "parameters", "seen_share", "unseen_share")
 """Fields of a cost model, an operation's model and a prior that are JSON as they are."""
@@ -83,6 +83,8 @@ class CostModel:
     """What the validation predicted, of a model that was just fitted: it is not saved."""
     tables: StepTables | None = None
     table_errors: dict[str, Any] = field(default_factory=dict)
+    doubts: tuple[str, ...] = ()
+    """Why the measurements themselves are not to be trusted, one sentence each."""
 
     @property
     def validation(self) -> dict[str, Any]:
@@ -169,7 +171,7 @@ class CostModel:
                 spec=ModelSpec(**header["model"]),
                 topology=Topology(**header["topology"]),
                 tables=StepTables.load(folder / TABLES_FILE),
-                **{name: header[name] for name in PLAIN},
+                **{name: header[name] for name in PLAIN} | {"doubts": tuple(header["doubts"])},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RoutePackError(f"Cost model {folder} is damaged: {error}. Run `routepack fit` again.") from None

@@ -89,11 +89,11 @@ def _rounds_lines(meta: Mapping[str, Any]) -> list[str]:
 
 def cost_model_summary(model: CostModel, out: Path) -> str:
     """Say how far predictions of unseen cases are off, and what is assumed."""
-    from routepack_tune.reports.fit import REPORT_FILE, error_table
+    from routepack_tune.reports.fit import REPORT_FILE, error_table, fit_verdict, own_reasons
 
-    lines = [f"Cost model: {out}", *(f"  {line}" for line in error_table(model.validation))]
-    for (op, direction), fitted in model.models.items():
-        lines += [f"  {op}/{direction}: {reason}" for reason in fitted.reasons]
+    lines = [f"Cost model: {out}", f"  {' '.join(fit_verdict(model))}"]
+    lines += [f"  {line}" for line in error_table(model.validation)]
+    lines += [f"  {', '.join(where)}: {reason}" for reason, where in own_reasons(model).items()]
     lines += [f"  note: {note}" for note in (model.tables.notes if model.tables is not None else ())]
     return "\n".join([*lines, f"  pictures: {out / REPORT_FILE}"])
 

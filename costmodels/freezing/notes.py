@@ -29,7 +29,12 @@ NEVER = (
 
 def table_notes(pricer: Pricer, length_max: int, rows_max: int, most_rows: int) -> tuple[str, ...]:
     """Return all notes of a cost model's tables; the first is the one line of what they price."""
-    said = *_assumed(pricer), *_extrapolated(pricer, length_max, rows_max, most_rows), *_exchanges(pricer)
+    said = (
+        *pricer.model.doubts,
+        *_assumed(pricer),
+        *_extrapolated(pricer, length_max, rows_max, most_rows),
+        *_exchanges(pricer),
+    )
     return priced_line(pricer), *said
 
 

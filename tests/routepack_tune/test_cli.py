@@ -164,9 +164,7 @@ def test_missing_inputs(capsys, job):
     )
     fails(capsys, job, "deploy", job.folder, "--out", job.folder / "b", words=["no study.json", "routepack tune"])
     fails(capsys, job, "fit", job.folder / "no", "--config", job.config, "--out", job.folder / "c", words=["no"])
-    fails(
-        capsys, job, "profile", "--published", job.steps, "--config", job.config, "--out", job.folder / "m"
-    )
+    fails(capsys, job, "profile", "--published", job.steps, "--config", job.config, "--out", job.folder / "m")
 
 
 def test_contradicting_flags(capsys, job):
