@@ -144,10 +144,7 @@ def fit_verdict(model: CostModel) -> tuple[str, str]:
         return "Not good enough yet:", f"{said}. Above {GOOD_PCT:g}%: profile more cases of {', '.join(bad)}."
     if not good:
         return "Not known:", f"{said}."
-    return (
-        "Good enough to plan by:",
-        f"{said}. Up to {GOOD_PCT:g}% plans lose less than 1%; predicted step times do not.",
-    )
+    return "Good enough to plan by:", f"{said}. Errors up to {GOOD_PCT:g}% cost plans less than 1% of a step."
 
 
 def own_reasons(model: CostModel) -> dict[str, list[str]]:
@@ -243,10 +240,11 @@ def fit_pictures(model: CostModel, measurements: Sequence[Measurements]) -> dict
         figures[f"{name}-{direction}-parity"] = panels(2.6 * len(parities), 2.7, *parities, sharey=True)
         fitted = model.models[name, direction]
         size = fitted.operation.features[fitted.operation.size[0]]
-        errors = [partial(plot_errors_by_size, rows, size), partial(plot_errors_by_shape, rows)]
+        errors = partial(plot_errors_by_size, rows, size), partial(plot_errors_by_shape, rows)
+        figures[f"{name}-{direction}-errors"] = panels(9.6, 3.4, *errors)
         if inputs := {input_words(key): share for key, share in list(gains(fitted).items())[:MOST_INPUTS]}:
-            errors.append(partial(plot_bars, inputs, "what the trees learn from: share of their gain, %"))
-        figures[f"{name}-{direction}-errors"] = panels(14.0, 3.6, *errors)
+            bars = partial(plot_bars, inputs, "what the trees learn from: share of their gain, %")
+            figures[f"{name}-{direction}-inputs"] = panels(6.4, 3.0, bars)
     return {name: as_svg(figure, name) for name, figure in figures.items()}
 
 
@@ -331,7 +329,7 @@ def _operation(model: CostModel, name: str, direction: str, pictures: Mapping[st
     said = f"{fitted.rows} rows fitted, {fitted.flagged_rows} left out by the consistency flags; priced by "
     reasons = (f"{reason}." for reason, where in own_reasons(model).items() if f"{name}/{direction}" in where)
     words = " ".join([f"{said}{KINDS.get(fitted.kind, fitted.kind)}.", *reasons])
-    return [words, *(pictures.get(f"{name}-{direction}-{kind}", "") for kind in ("parity", "errors"))]
+    return [words, *(pictures.get(f"{name}-{direction}-{kind}", "") for kind in ("parity", "errors", "inputs"))]
 
 
 def _facts(model: CostModel) -> dict[str, str]:
