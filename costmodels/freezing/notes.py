@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from costmodels.freezing.pricer import Pricer
-from costmodels.operations.backward import BACKWARD, SOURCES
+from costmodels.operations.backward import BACKWARD, source_of
 from costmodels.tables import PRICED
 
 PARTS = {
@@ -112,7 +112,7 @@ def _ratio_words(pricer: Pricer, op: str) -> str:
     if op not in BACKWARD or pricer.model.params.attention_backward_factor:
         return f"{long:g}x forward"
     falls = "" if short == long else f"{short:.2g}x forward (up to 1024 attended tokens) to "
-    return f"{falls}{long:.2g}x forward{' (from 16384)' * (short != long)}, as measured in public ({SOURCES[op]})"
+    return f"{falls}{long:.2g}x forward{' (from 16384)' * (short != long)}, as measured in public ({source_of(shape)})"
 
 
 def _extrapolated(pricer: Pricer, length_max: int, rows_max: int, most_rows: int) -> Iterator[str]:

@@ -29,10 +29,8 @@ WIDE_HEAD, WIDE = 128, (MEASURED[0], MEASURED[-1])
 LATENT = (3.9, 3.6)
 """Ratios of short and of long sequences; between, all fall as heads of 128 do."""
 LINEAR = 1.9
-SOURCES = {
-    "attention": "FlashAttention-3, H100: tritonbench #1267, arXiv 2407.08608",
-    "linear_attention": "TileOPs #633",
-}
+DENSE_SOURCE, LATENT_SOURCE = "FlashAttention-3, H100: tritonbench #1267, arXiv 2407.08608", "flash-attention #2270"
+LINEAR_SOURCE = "TileOPs #633"
 
 
 def attention_ratio(length: np.ndarray | float, qk_head_dim: np.ndarray | int, v_head_dim: np.ndarray | int) -> Any:
@@ -56,6 +54,13 @@ def _attention(features: Mapping[str, Any]) -> Any:
     # A whole causal sequence of n tokens holds n (n + 1) / 2 pairs.
     length = 2.0 * np.asarray(features["pairs"]) / np.asarray(features["tokens"]) - 1.0
     return attention_ratio(length, features["qk_head_dim"], features["v_head_dim"])
+
+
+def source_of(shape: Mapping[str, Any]) -> str:
+    """Return who measured the ratio of an attention core of these head widths, in few words."""
+    if "window" not in shape:
+        return LINEAR_SOURCE
+    return LATENT_SOURCE if shape["qk_head_dim"] > shape["v_head_dim"] else DENSE_SOURCE
 
 
 BACKWARD: dict[str, Callable[[Mapping[str, Any]], Any]] = {

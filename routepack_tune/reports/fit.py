@@ -305,6 +305,11 @@ def fit_page(model: CostModel, pictures: Mapping[str, Markup]) -> str:
         for operation, entry in model.validation.items()
         for where, share in coverages(entry).items()
     ]
+    inside += [
+        {"operation": f"{name}/{way}", "where": "anywhere", "rows inside their 90% interval": "unknown: too few rows"}
+        for (name, way), fitted in model.models.items()
+        if fitted.intervals is None
+    ]
     frozen = [
         {"table": name, **{f"{key.removesuffix('_pct')}, %": f"{value:.3f}" for key, value in found.items()}}
         for name, found in model.table_errors.items()

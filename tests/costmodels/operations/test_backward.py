@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels import FitParams, freeze_tables, lookup_many_ns
-from costmodels.operations.backward import BACKWARD, LENGTHS, attention_ratio
+from costmodels.operations.backward import BACKWARD, LENGTHS, attention_ratio, source_of
 from profiler.cases.case import causal_pairs
 
 PUBLIC = {1024: 5.0, 2048: 4.4, 4096: 3.75, 8192: 3.2, 16384: 2.95}
@@ -64,6 +64,16 @@ def test_frozen_backward_times_are_forward_times_with_each_length_its_own_ratio(
         floors = [fitted.floor_us("attention", way, shape | {"window": 0}) for way in ("forward", "backward")]
         whole = [floor + count * time for floor, time in zip(floors, (forward, backward), strict=True)]
         assert whole[1] / whole[0] == pytest.approx(attention_ratio(length, 64, 64), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [({"qk_head_dim": 192, "v_head_dim": 128, "window": 0}, "flash-attention #2270"),
+     ({"qk_head_dim": 128, "v_head_dim": 128, "window": 0}, "tritonbench #1267"),
+     ({"qk_head_dim": 128, "v_head_dim": 128}, "TileOPs #633")],
+)  # fmt: skip
+def test_every_ratio_names_who_measured_it(shape, said):
+    assert said in source_of(shape)
 
 
 def test_a_number_in_the_settings_overrides(fitted):
