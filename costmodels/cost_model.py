@@ -21,6 +21,7 @@ from costmodels.learned.smooth import Kernel
 from costmodels.learned.trees import Trees
 from costmodels.learned.validation import HeldOut, Intervals
 from costmodels.operations import DIRECTIONS, OPERATIONS
+from costmodels.operations.backward import BACKWARD
 from costmodels.params import FitParams
 from costmodels.tables import StepTables, npz_bytes, read_npz
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
@@ -28,7 +29,7 @@ from profiler.files import content_hash, file_hash, new_folder, read_json, write
 
 SCHEMA_VERSION = 3
 COST_MODEL_FILE, TABLES_FILE = "costmodel.json", "tables.npz"
-PLAIN = ("max_tokens", "data_hash", "provenance", "table_errors")
+PLAIN = ("max_tokens", "data_hash", "provenance", "table_errors", "doubts")
 PLAIN_MODEL = ("direction", "empty_us", "rows", "flagged_rows", "reasons", "validation", "mixes")
 PLAIN_PRIOR = ("name", "data_hash", "parameters", "seen_share", "unseen_share")
 """Fields of a cost model, an operation's model and a prior that are JSON as they are."""
@@ -82,6 +83,8 @@ class CostModel:
     """What the validation predicted, of a model that was just fitted: it is not saved."""
     tables: StepTables | None = None
     table_errors: dict[str, Any] = field(default_factory=dict)
+    doubts: tuple[str, ...] = ()
+    """Why the measurements themselves are not to be trusted, one sentence each."""
 
     @property
     def validation(self) -> dict[str, Any]:
@@ -89,34 +92,39 @@ class CostModel:
         found = {f"{name}/{direction}": model.validation for (name, direction), model in self.models.items()}
         return {**found, "tables": self.table_errors}
 
-    def backward_factor(self, op: str) -> float | None:
-        """Return the assumed backward over forward factor, None where backward was measured."""
-        if (op, "backward") in self.models:
-            return None
+    def backward_ratio(self, op: str, features: Mapping[str, Any]) -> Any:
+        """Return the assumed backward over forward time of every row, for operations of which backward was not timed.
+
+        The settings' own number, else by length, head width and kind for attention cores.
+        """
         if op in SYMMETRIC:
             return 1.0
-        return self.params.attention_backward_factor if op.endswith("attention") else self.params.gemm_backward_factor
+        if op not in BACKWARD:
+            return self.params.gemm_backward_factor
+        return self.params.attention_backward_factor or BACKWARD[op](features)
 
     def predict_us(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return microseconds and a mark per row: whether it lies outside what was timed."""
-        model, factor = self._model_of(op, direction)
+        model = self._model_of(op, direction)
         time_us, extrapolated = model.predict_us(features)
-        return time_us * factor, extrapolated
+        return time_us * (1.0 if model.direction == direction else self.backward_ratio(op, features)), extrapolated
 
     def floor_us(self, op: str, direction: str, features: Mapping[str, Any]) -> float:
         """Return the time of one call with nothing to do, microseconds."""
-        model, factor = self._model_of(op, direction)
-        return model.floor_us(features) * factor
+        model = self._model_of(op, direction)
+        shortest = {**features, **dict.fromkeys(("tokens", "pairs", "num_sequences", "max_length"), 1)}
+        ratio = 1.0 if model.direction == direction else self.backward_ratio(op, shortest)
+        return float(model.floor_us(features) * ratio)
 
-    def _model_of(self, op: str, direction: str) -> tuple[OperationModel, float]:
-        """Return the model that prices an operation in a direction, and the factor on its times."""
+    def _model_of(self, op: str, direction: str) -> OperationModel:
+        """Return the model that prices an operation in a direction; forward's where backward was not measured."""
         if direction not in DIRECTIONS:
             raise RoutePackError(f"Unknown direction {direction!r}: give 'forward' or 'backward'.")
         found = self.models.get((op, direction)) or self.models.get((op, "forward"))
         if found is None:
             known = ", ".join(sorted({name for name, _ in self.models}))
             raise RoutePackError(f"This cost model has no times of {op!r} (it has {known}). Measure it and fit again.")
-        return found, 1.0 if found.direction == direction else self.backward_factor(op) or 1.0
+        return found
 
     def save(self, folder: Path | str) -> None:
         """Write the folder whole, in place of an older one."""
@@ -163,7 +171,7 @@ class CostModel:
                 spec=ModelSpec(**header["model"]),
                 topology=Topology(**header["topology"]),
                 tables=StepTables.load(folder / TABLES_FILE),
-                **{name: header[name] for name in PLAIN},
+                **{name: header[name] for name in PLAIN} | {"doubts": tuple(header["doubts"])},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RoutePackError(f"Cost model {folder} is damaged: {error}. Run `routepack fit` again.") from None

@@ -87,7 +87,7 @@ def fit_cost_model(
     """
     params, observer = params or FitParams(), observer or Observer()
     batches = [measurements] if isinstance(measurements, Measurements) else list(measurements)
-    fingerprint = _device_of(batches)
+    fingerprint, doubts = _device_of(batches), _doubts_of(batches)
     timed = {(name, d): _timed(batches, OPERATIONS[name], d) for name in OPERATIONS for d in DIRECTIONS}
     timed = {key: found for key, found in timed.items() if not found[1].all()}
     measured = {name for name, direction in timed if direction == "forward"}
@@ -107,7 +107,8 @@ def fit_cost_model(
             parity[f"{name}_{direction}"] = held_out
         observer.advance("fit", f"{name} {direction}")
     data_hash, provenance = _data_hash(batches), [batch.meta.get("provenance") for batch in batches]
-    cost_model = CostModel(models, params, fingerprint, spec, topology, max_tokens, data_hash, provenance, parity)
+    of_data: dict[str, Any] = {"provenance": provenance, "parity": parity, "doubts": doubts}
+    cost_model = CostModel(models, params, fingerprint, spec, topology, max_tokens, data_hash, **of_data)
     cost_model.tables = freeze_tables(cost_model, spec, topology, max_tokens)
     cost_model.table_errors = table_errors(cost_model, cost_model.tables)
     observer.advance("fit", "tables")
@@ -127,7 +128,7 @@ def _timed(batches: list[Measurements], operation: Operation, direction: str) ->
 
 
 def _device_of(batches: list[Measurements]) -> DeviceFingerprint:
-    """Return the one device of all measurements; warn where they were not steady."""
+    """Return the one device of all measurements."""
     if not batches:
         raise RoutePackError("No measurements were given. Run `routepack profile` first.")
     first = DeviceFingerprint.from_dict(batches[0].meta["fingerprint"])
@@ -138,13 +139,22 @@ def _device_of(batches: list[Measurements]) -> DeviceFingerprint:
                 f"Measurements of different devices cannot be fitted together ({'; '.join(match.reasons)}). "
                 "Fit them apart."
             )
-        if problems := (batch.meta.get("steadiness") or {}).get("problems"):
-            warnings.warn(
-                f"These measurements are not steady: {'; '.join(problems)}. Profile again on a quiet machine before "
-                "you trust what is learned from them.",
-                stacklevel=3,
-            )
     return first
+
+
+def _doubts_of(batches: list[Measurements]) -> tuple[str, ...]:
+    """Return why measurements are not to be trusted; each is a warning too."""
+    doubts = []
+    for batch in batches:
+        if problems := (batch.meta.get("steadiness") or {}).get("problems"):
+            doubts.append(
+                f"These measurements are not steady: {'; '.join(problems)}. Profile again on a quiet machine before "
+                "you trust what is learned from them."
+            )
+        doubts += batch.meta.get("doubts") or ()
+    for doubt in doubts:
+        warnings.warn(doubt, stacklevel=3)
+    return tuple(doubts)
 
 
 def _data_hash(batches: list[Measurements]) -> str:

@@ -25,6 +25,8 @@ from profiler.errors import RoutePackError
 from profiler.files import arrays_hash, canonical_json, write_bytes
 
 TABLES_SCHEMA_VERSION = 2
+PRICED = "priced: "
+"""How the note begins that says which parts of a step tables price, and which not."""
 TABLES = ("sequence_ns", "cell_ns", "expert_rank_ns", "exchange_ns")
 
 
@@ -100,6 +102,9 @@ class StepTables:
     """Hash of the model, topology and cap these tables are for."""
     expert_move_ns: int = 0
     """Measured time of one expert's parameters and optimizer state from rank to rank; 0 where none was measured."""
+    link_gbytes_per_s: float = 0.0
+    """Bandwidth of one rank to the others of its block, 1e9 bytes a second, as the device's facts state it (nobody
+    measured it); 0 where they do not."""
 
     def __post_init__(self) -> None:
         if not len(self.sequence_ns) == len(self.cell_ns) == len(self.class_layers):
@@ -115,6 +120,11 @@ class StepTables:
     def max_rows(self) -> int:
         """Most routed rows that one EP rank can be asked to price."""
         return self.max_tokens * self.slots_per_block * self.top_k
+
+    @property
+    def priced(self) -> str:
+        """The note ``priced: ...; not priced: ...``; empty where these tables were not frozen from a cost model."""
+        return next((note for note in self.notes if note.startswith(PRICED)), "")
 
     @property
     def tables_hash(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
@@ -16,6 +18,13 @@ SHIPPED_MODELS = tuple(sorted(path.stem for path in MODELS.glob("*.json")))
 ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim")
 EXPERT_SIZES = ("hidden_size", "num_experts", "top_k", "moe_intermediate_size")
 LINEAR_SIZES = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+SPARSE_ATTENTION = re.compile(
+    r"indexer|(^|_)index_?(top_?k|n_?heads|num_heads|head_dim)|sparse_?att|att(entio)?n_spars|blocksparse"
+    r"|^sparse_config|(^|_)(dsa|nsa|moba|infllm)(_|\d|$)|deepseek_v3_?2|compress_(ratio|rate)"
+)
+"""Snake-case names of sparse attention in configurations: DeepSeek's indexer, NSA, MoBA, InfLLM, block-sparse kinds."""
+KIND_KEYS = re.compile(r"model_type|architectures|layer_types|att(entio)?n_.*type|att(entio)?n_(kind|method|mode)")
+"""Keys whose values name kinds of layers."""
 STATE_BYTES = 16
 """Bytes of one trained parameter that move with an expert: bf16 weight, fp32 master weight, two fp32 Adam moments (14),
 rounded up for alignment and buffers."""
@@ -152,6 +161,7 @@ class ModelSpec:
 
         RoutePackError if a field that decides the time is missing, or the model has no routed experts.
         """
+        refuse_sparse_attention(config, name)
         asked, told = partial(_integer, config, name), config.get
         hidden, heads, layers = asked("hidden_size"), asked("num_attention_heads"), asked("num_hidden_layers")
         width = asked("moe_intermediate_size", "intermediate_size")
@@ -191,6 +201,29 @@ class ModelSpec:
             )
         except ValueError as error:
             raise RoutePackError(f"Model {name}: {error}") from None
+
+
+def refuse_sparse_attention(config: Mapping[str, Any], name: str) -> None:
+    """Raise RoutePackError where a query attends to keys chosen by an indexer or in blocks: that cannot be priced yet.
+
+    Keys tell it at any depth (``index_topk``, ``use_nsa``) unless they are off, and values that name kinds of layers.
+    """
+    for key, value in config.items():
+        off = not value or value in ("none", "full", "dense")
+        if isinstance(value, Mapping) and key != "quantization_config":
+            refuse_sparse_attention(value, name)
+            off |= value.get("enabled") is False
+        kinds = (value if isinstance(value, list) else [value]) if KIND_KEYS.search(key) else ()
+        if (_is_sparse(key) and not off) or any(isinstance(kind, str) and _is_sparse(kind) for kind in kinds):
+            raise RoutePackError(
+                f"Model {name}: {key} = {textwrap.shorten(str(value), 60)} means sparse attention, whose times depend "
+                "on the keys it chooses: it cannot be priced yet. Plan a model of dense, windowed or linear attention."
+            )
+
+
+def _is_sparse(word: str) -> bool:
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W+", "_", word).lower()
+    return SPARSE_ATTENTION.search(snake) is not None
 
 
 def _integer(config: Mapping[str, Any], name: str, *keys: str) -> int:

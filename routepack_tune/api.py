@@ -41,13 +41,14 @@ def profile(
     target_error: float | None = None,
     max_minutes: float | None = None,
     report: bool = False,
+    tables: str | None = None,
 ) -> Measurements:
     """Time the model's operations on this device, or import published times; write ``out/measurements.parquet``.
 
     Rounds of cases are timed until every operation's held-out error is below ``target_error`` percent, or
     ``max_minutes`` are used up (both stand in for the settings' own). ``prior`` are folders of cost models of sibling
     devices, with which fewer cases do; ``steps`` are step batches whose cells and loads are timed first of all.
-    ``report`` draws pictures into ``out``.
+    ``report`` draws pictures into ``out``. ``tables`` chooses the software whose published tables are imported.
 
     A killed run continues when it is called again with the same folder. Under torchrun every rank calls this, and rank
     0 alone shows progress and draws.
@@ -61,6 +62,8 @@ def profile(
     if out.exists() and not out.is_dir():
         raise RoutePackError(f"{out} is a file, a folder is to be written there. Choose another --out.")
     limits: dict[str, Any] = {"target_error": target_error, "max_minutes": max_minutes}
+    if tables is not None and published is None:
+        raise RoutePackError("--tables chooses among published tables: give --published with it.")
     if published is not None:
         for name, value in {"device": device, "prior": prior, "steps": steps, **limits}.items():
             if value:
@@ -70,7 +73,7 @@ def profile(
             raise RoutePackError(
                 f"{out} holds a profile of this machine; published times must not replace it. Choose another --out."
             )
-        measurements = import_published(published, settings.profile.exchange)
+        measurements = import_published(published, settings.profile.exchange, tables)
         measurements.save(out)
     else:
         with explained(of=ValueError):

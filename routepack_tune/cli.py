@@ -52,11 +52,12 @@ def profile(
     ] = None,
     max_minutes: Annotated[float | None, Option(metavar="MIN", help="Stop after so many minutes; 0: no limit.")] = None,
     report: Annotated[bool, Option("--report", help="Draw the profile into the folder.")] = False,
+    tables: Annotated[str | None, Option(metavar="NAME", help="Software whose tables --published takes.")] = None,
 ) -> None:
     """Time a training step's operations on this device, or import published times."""
     with ProgressBars() as bars:
         found = api.profile(
-            config, out, published, device, bars, prior or (), steps or (), target_error, max_minutes, report
+            config, out, published, device, bars, prior or (), steps or (), target_error, max_minutes, report, tables
         )
     if is_first_rank():
         print(summaries.measurements_summary(found, out))

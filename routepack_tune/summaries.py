@@ -34,13 +34,34 @@ def measurements_summary(measurements: Measurements, out: Path) -> str:
         f"  {device['origin']} times of {device['name']} ({device['arch']}): {counts}"
         + (f"; {failed} without a time" if failed else ""),
     ]
-    lines += _rounds_lines(measurements.meta)
+    lines += _published_lines(measurements)
     if measurements.meta.get("backward") == "absent":
         lines.append("  forward times only: backward will be assumed, and marked so, until it is measured")
     for limit in measurements.meta.get("limits") or ():
         sizes = f"{limit['what']} up to {limit['designed']}, the job asks {limit['wanted']}"
         lines.append(f"  {limit['op']}: {sizes}: {limit['reason']}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_rounds_lines(measurements.meta) or ["  next: routepack fit"])])
+
+
+def _published_lines(measurements: Measurements) -> list[str]:
+    """Say which software's tables were imported in which precision, and which rows were not or are doubted."""
+    from profiler.published.plausible import skipped_words
+
+    meta, flags = measurements.meta, measurements.rows["flag"]
+    if not (tables := (meta.get("provenance") or {}).get("tables")):
+        return []
+    others = meta["provenance"].get("passed_over") or ()
+    exchange = meta["fingerprint"]["software"].get("exchange")
+    lines = [
+        f"  {meta['dtype']} rows of {tables}"
+        + (f", exchanges of {exchange}" if exchange else "")
+        + (f"; also here: {', '.join(others)} (--tables)" if others else "")
+    ]
+    if skipped := list(skipped_words(meta)):
+        lines.append(f"  other number types are left out: {'; '.join(skipped)}")
+    if flagged := int((flags != "").sum()):
+        lines.append(f"  {flagged} rows contradict their neighbours or the device's peak: flagged, no fit takes them")
+    return lines
 
 
 def _rounds_lines(meta: Mapping[str, Any]) -> list[str]:
@@ -60,7 +81,7 @@ def _rounds_lines(meta: Mapping[str, Any]) -> list[str]:
         lines.append(f"  above the target of {target:g}%: {', '.join(sorted(above))}. {way_out}, with the same --out")
     problems = (meta.get("steadiness") or {}).get("problems") or ()
     if problems:
-        lines.append(f"  NOT STEADY: {'; '.join(problems)}. Profile again into a new folder")
+        lines.append(f"  NOT STEADY: {'; '.join(problems)}. Close other work and profile again into a new folder")
     else:
         lines.append("  next: routepack fit")
     return lines
@@ -68,11 +89,11 @@ def _rounds_lines(meta: Mapping[str, Any]) -> list[str]:
 
 def cost_model_summary(model: CostModel, out: Path) -> str:
     """Say how far predictions of unseen cases are off, and what is assumed."""
-    from routepack_tune.reports.fit import REPORT_FILE, error_table
+    from routepack_tune.reports.fit import REPORT_FILE, error_table, fit_verdict, own_reasons
 
-    lines = [f"Cost model: {out}", *(f"  {line}" for line in error_table(model.validation))]
-    for (op, direction), fitted in model.models.items():
-        lines += [f"  {op}/{direction}: {reason}" for reason in fitted.reasons]
+    lines = [f"Cost model: {out}", f"  {' '.join(fit_verdict(model))}"]
+    lines += [f"  {line}" for line in error_table(model.validation)]
+    lines += [f"  {', '.join(where)}: {reason}" for reason, where in own_reasons(model).items()]
     lines += [f"  note: {note}" for note in (model.tables.notes if model.tables is not None else ())]
     return "\n".join([*lines, f"  pictures: {out / REPORT_FILE}"])
 

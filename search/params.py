@@ -44,7 +44,8 @@ class PlannerParams:
     stickiness: float = 2.5
     """Factor on the price of moving experts: 0 moves them for free, larger keeps the old placement longer."""
     link_gbytes_per_s: float = 0.0
-    """Bandwidth of one rank for moving experts, in 1e9 bytes a second; 0: as measured, 25 where nothing was."""
+    """Bandwidth of one rank for moving experts, in 1e9 bytes a second; 0: as measured, else as the
+    device states it, else 25."""
     sequence_alignment: int = 1
     """Tokens every sequence is padded to a multiple of (Megatron: tp x cp x 2); padding costs like average tokens."""
     equal_samples: bool = False

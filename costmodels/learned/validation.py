@@ -41,7 +41,10 @@ SMALLER_GROUPS = 3
 LEVEL = 0.9
 CLASSES = 6
 CLASS_ROWS = 40
-"""Held-out rows that a class of sizes has at least; half of them are enough for a single class."""
+"""Held-out rows that a class of sizes has at least; fewer make a single class."""
+COVERABLE_ROWS, LEAST_INTERVAL_ROWS = 9, 5
+"""Fewer errors than the first hold no quantile of :data:`LEVEL`: the largest, widened, stands for it; fewer than the
+second tell nothing, and the interval is unknown (None)."""
 WIDENING = 2.0
 
 
@@ -222,14 +225,18 @@ class Intervals:
 
 
 def conformal_quantile(errors: np.ndarray) -> float:
-    """Return the split-conformal quantile: the least error that covers :data:`LEVEL` of one more row."""
-    place = min(errors.size - 1, int(np.ceil((errors.size + 1) * LEVEL)) - 1)
-    return float(np.sort(errors)[place])
+    """Return the split-conformal quantile: the least error that covers :data:`LEVEL` of one more row.
+
+    Of too few errors for that, :data:`WIDENING` times the largest.
+    """
+    if errors.size < COVERABLE_ROWS:
+        return float(WIDENING * errors.max())
+    return float(np.sort(errors)[int(np.ceil((errors.size + 1) * LEVEL)) - 1])
 
 
 def calibrate(size: np.ndarray, errors: np.ndarray) -> Intervals | None:
     """Return intervals from absolute log errors of held-out rows; None where there are too few."""
-    if size.size < CLASS_ROWS // 2:
+    if size.size < LEAST_INTERVAL_ROWS:
         return None
     classes = max(1, min(CLASSES, size.size // CLASS_ROWS))
     edges = np.unique(np.quantile(size, np.arange(1, classes) / classes, method="nearest"))
@@ -257,6 +264,8 @@ def intervals_of(operation: Operation, columns: Columns, found: Splits) -> tuple
     errors = log_error(sizes.model_us, sizes.true_us)
     # Calibrated on sizes with smaller and larger ones on both sides: what "inside the timed range" means.
     inside = (groups > groups.min()) & (groups < groups.max())
+    if inside.sum() < COVERABLE_ROWS:  # ends are predicted worse: with them it is wide rather than unknown
+        inside = np.ones_like(inside)
     if (intervals := calibrate(size[inside], errors[inside])) is None:
         return None, {}
     covered = {"inside_pct": coverage(size[inside], errors[inside], groups[inside])}

@@ -19,7 +19,7 @@ from raw_curves import RawCurves
 from records import CheckRecord
 
 from costmodels import CostModel, StepTables, freeze_tables, lookup_many_ns
-from costmodels.freezing.freeze import Pricer
+from costmodels.freezing.pricer import Pricer
 from costmodels.learned.residual import Residual
 from costmodels.tables import table_nodes
 from profiler import ModelSpec, Topology, load_model

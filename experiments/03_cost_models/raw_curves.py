@@ -8,12 +8,13 @@
 * dense: the nearest (n, k), log-log in tokens. all-to-all: the nearest number of ranks, log-log in bytes.
 
 A shape that was not measured itself is scaled by the ratio of arithmetic to the nearest one. Beyond a curve's ends its
-last segment goes on. A floor is the least time of the curve. Backward is forward times the library's assumed factor.
+last segment goes on. A floor is the least time of the curve. Backward is forward times the library's assumed ratio.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -61,16 +62,17 @@ class RawCurves:
         else:
             at, mean_us = _merged(curve[SIZE[op]], curve["time_us"])
             time_us = log_log(size, at, mean_us)
-        return time_us * scale * self._factor(op, direction), np.zeros(size.size, dtype=bool)
+        return time_us * scale * self._factor(op, direction, given), np.zeros(size.size, dtype=bool)
 
     def floor_us(self, op: str, direction: str, features: Mapping[str, np.ndarray]) -> float:
         """Return the least measured time of the shape's curve."""
         given = {name: np.atleast_1d(np.asarray(value, dtype=np.float64)) for name, value in features.items()}
         curve, _ = self._curve(op, given)
-        return float(curve["time_us"].min()) * self._factor(op, direction)
+        shortest = {**features, **dict.fromkeys(("tokens", "pairs", "num_sequences", "max_length"), 1)}
+        return float(curve["time_us"].min() * self._factor(op, direction, shortest))
 
-    def _factor(self, op: str, direction: str) -> float:
-        return 1.0 if direction == "forward" else self._model.backward_factor(op) or 1.0
+    def _factor(self, op: str, direction: str, features: Mapping[str, Any]) -> Any:
+        return 1.0 if direction == "forward" else self._model.backward_ratio(op, features)
 
     def _curve(self, op: str, given: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], float]:
         """Return the rows of the nearest measured shape, and arithmetic asked over arithmetic of that shape."""

@@ -241,6 +241,15 @@ def case_bytes(case: Case, item_bytes: int) -> int:
     return 3 * item_bytes * int(OPERATIONS[case.op].elements(case.features))
 
 
+def moved_elements(op: str, features: Mapping[str, Any]) -> Any:
+    """Return the numbers that one forward run must read or write: of experts without rows no weight is read."""
+    if op == "experts":
+        features = {name: features[name] for name in OPERATIONS[op].features} | {
+            "local_experts": features["active_experts"]
+        }
+    return OPERATIONS[op].elements(features)
+
+
 def case_seconds(case: Case, rates: Rates, item_bytes: int) -> float:
     """Return the estimated time of one forward and one backward run."""
     asked = OPERATIONS[case.op]

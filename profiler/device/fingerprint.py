@@ -224,6 +224,13 @@ def network_cards(system: Path = Path("/sys")) -> str:
     return ", ".join(f"{count} x {gbit:g} Gb/s {layer}" for (gbit, layer), count in ordered)
 
 
+def link_rates(fingerprint: DeviceFingerprint) -> tuple[float, float]:
+    """Return bytes per second and direction of one rank's links and of all its node's network cards; 0 if unknown."""
+    inside = re.search(r"([\d.]+) GB/s", fingerprint.interconnect)
+    cards = re.findall(r"(\d+) x ([\d.]+) Gb/s", fingerprint.network)
+    return (float(inside[1]) * 1e9 if inside else 0.0, sum(int(count) * float(rate) for count, rate in cards) * 1e9 / 8)
+
+
 def own_cores() -> set[int]:
     """Return the cores that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

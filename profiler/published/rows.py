@@ -18,8 +18,8 @@ import takes those of one library.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +35,10 @@ from profiler.errors import RoutePackError
 from profiler.files import file_hash
 from profiler.measurements import SCHEMA_VERSION, Measurements
 from profiler.params import EXCHANGES, FLOAT8
+from profiler.published.folder import RENAMED, find_tables, read_system, set_name
+from profiler.published.plausible import faster_than_peak, slow_table
 from profiler.published.routing_counts import rank_zero_rows
 
-LAYOUT = "<framework>/<version>/<op>_perf.txt or <framework>-<version>/<op>_perf.parquet, with system.yaml"
 CELL = ("batch_size", "isl", "num_heads", "kv_cache_dtype")
 EXPERTS = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size", "distribution")
 TEXT = {"device", "kernel_source", "op_name", "distribution"}
@@ -57,32 +58,50 @@ CURVE_LIMIT, SMALL_TOKENS = 1.15, 512
 """How much slower than on fewer ranks the same work may be, in the median over all sizes and over small ones."""
 
 
-def import_published(folder: Path | str, exchange: str = "nccl") -> Measurements:
+def import_published(folder: Path | str, exchange: str = "nccl", tables: str | None = None) -> Measurements:
     """Read the published timings of one GPU: attention, dense and expert GEMMs, all-to-all; forward only.
 
-    ``exchange`` names the library whose all-to-all is read: ``nccl`` or ``deepep``.
+    ``exchange`` names the library whose all-to-all is read: ``nccl`` or ``deepep``; ``tables`` the software whose other
+    tables are (``trtllm-1.2.0``, or ``trtllm`` where there is one version), by default the newest TensorRT-LLM's.
+
+    Rows faster than the device's peak are flagged; a table that is far slower than its kind is a warning.
 
     RoutePackError if the folder holds no such tables, a table lacks a column, or its times are in another unit.
     """
     if exchange not in EXCHANGES:
         raise RoutePackError(f"Unknown exchange {exchange!r}: expected {' or '.join(EXCHANGES)}.")
     folder = Path(folder)
-    frameworks, tables = _find_tables(folder, exchange)
-    parts, device = [], ""
+    frameworks, found = find_tables(folder, exchange, tables)
+    system, skipped, doubts, parts, device = read_system(folder), {}, [], [], ""
     for name, (op, reader, *_) in TABLES.items():
-        if name in tables:
-            raw = _read_table(tables[name])
+        if name in found:
+            raw = _read_table(found[name])
             device = raw["device"].min() if name == "moe_perf" else device
+            skipped[name] = _other_types(raw)
             # A step counts tokens that lie in the cache already: training has none.
             part = reader(raw[raw["step"] == 0] if "step" in raw else raw)
-            _check_unit(tables[name], op, part)
+            _check_unit(found[name], op, part)
+            part = _flagged(part, faster_than_peak(op, part, system), "the device's peak allows", "faster")
+            doubts += slow_table(f"{set_name(folder, found[name])}, {name}", op, part, system)
             told = part[["dtype", *OPERATIONS[op].features]].to_dict("records")
             ids = [case_id(op, "forward", row["dtype"], row) for row in told]
             parts.append(part.assign(case_id=ids, op=op, direction="forward", status="ok", source="published"))
     rows = pd.concat(parts, ignore_index=True)
     if rows.empty:
         raise RoutePackError(f"The tables of {folder} hold no 16-bit rows: nothing to import.")
-    return Measurements.from_rows(rows, _meta(folder, frameworks, tables, device))
+    for doubt in doubts:
+        warnings.warn(doubt, stacklevel=2)
+    about = {"skipped": {name: counts for name, counts in skipped.items() if counts}, "doubts": doubts}
+    about["dtype"] = str(rows["dtype"].mode()[0])
+    return Measurements.from_rows(rows, _meta(folder, frameworks, found, device, system) | about)
+
+
+def _other_types(raw: pd.DataFrame) -> dict[str, int]:
+    """Return how many rows are left out for their number type, by type; of an attention row that of its cache too."""
+    kinds = [name for name in raw if name.endswith("_dtype") and name != "nccl_dtype"]
+    other = pd.DataFrame({name: raw[name].where(~raw[name].isin(SIXTEEN_BIT)) for name in kinds}, index=raw.index)
+    first = other.bfill(axis=1).iloc[:, 0].dropna() if kinds else pd.Series(dtype=str)
+    return {str(kind): int(count) for kind, count in first.value_counts().sort_index().items()}
 
 
 def _rows(raw: pd.DataFrame, dtype: Any, **columns: Any) -> pd.DataFrame:
@@ -158,9 +177,9 @@ def _experts(raw: pd.DataFrame) -> pd.DataFrame:
     return _flagged(rows, _slow_shards(raw, [*layer, "moe_ep_size"], "moe_tp_size"), "fewer tensor-parallel ranks")
 
 
-def _flagged(rows: pd.DataFrame, slow: Any, what: str) -> pd.DataFrame:
+def _flagged(rows: pd.DataFrame, marked: Any, what: str, how: str = "slower") -> pd.DataFrame:
     # Mostly systematic (a bad kernel choice of that software): kept and marked, and a fit may leave them out.
-    return rows.assign(flag=np.where(slow, f"slower than {what}", rows["flag"]))
+    return rows.assign(flag=np.where(marked, f"{how} than {what}", rows["flag"]))
 
 
 def _spikes(rows: pd.DataFrame, curve: list[str], size: str, limit: Any = POINT_LIMIT) -> Any:
@@ -207,7 +226,6 @@ class Table(NamedTuple):
     """Columns of positive times: milliseconds, or microseconds where the name says so."""
 
 
-RENAMED = {"wideep_deepep_normal_perf": "deepep_normal_perf"}
 TABLES = {
     "context_attention_perf": Table("attention", _attention, (*CELL, "num_key_value_heads", "head_dim", "attn_dtype")),
     "context_mla_perf": Table("attention", _latent_attention, (*CELL, "mla_dtype")),
@@ -221,45 +239,6 @@ TABLES = {
         ("dispatch_transmit_us", "combine_transmit_us", "dispatch_notify_us", "combine_notify_us"),
     ),
 }
-
-
-def _find_tables(folder: Path, exchange: str) -> tuple[list[str], dict[str, Path]]:
-    """Return the framework versions with expert timings, the one to read first, and its tables (``moe_perf`` ...)."""
-    if not folder.is_dir():
-        raise RoutePackError(f"Published timings not found: {folder} is not a folder.")
-    sets = _table_sets(folder)
-    with_experts = _newest_first(name for name in sets if "moe_perf" in sets[name])
-    if not with_experts:
-        inside = sorted(child.name for child in folder.iterdir() if child.is_dir() and _table_sets(child))
-        way_out = f"Give one GPU of it: {', '.join(inside)}." if inside else f"Expected {LAYOUT}."
-        raise RoutePackError(f"{folder} holds no moe_perf table of published timings. {way_out}")
-    wanted, own = EXCHANGES[exchange], sets[with_experts[0]]
-    tables = {name: path for name, path in own.items() if name in TABLES.keys() - EXCHANGES.values()}
-    networks = _newest_first(name for name in sets if wanted in sets[name])
-    if networks:
-        tables[wanted] = sets[networks[0]][wanted]
-    elif exchange != "nccl":
-        raise RoutePackError(f"{folder} holds no {wanted} table. Import with exchange nccl.")
-    return with_experts, tables
-
-
-def _table_sets(folder: Path) -> dict[str, dict[str, Path]]:
-    """Return tables by framework-version; a Parquet and a CSV of one name count once (Parquet)."""
-    sets: dict[str, dict[str, Path]] = {}
-    for pattern in ("*/*/*_perf.txt", "*/*_perf.txt", "*/*_perf.parquet", "*/*/*_perf.parquet"):
-        for path in sorted(folder.glob(pattern)):
-            name = "-".join(path.relative_to(folder).parts[:-1])
-            sets.setdefault(name, {})[RENAMED.get(path.stem, path.stem)] = path
-    return sets
-
-
-def _newest_first(names: Iterable[str]) -> list[str]:
-    def preference(name: str) -> tuple[bool, list[tuple[int, str]]]:
-        # Digits compare as numbers, so that 1.10 is newer than 1.9; a release is newer than its candidate.
-        parts = re.findall(r"\d+|[a-z]+", name.lower())
-        return name.lower().startswith("trtllm"), [(int(p), "") if p.isdigit() else (-1, p) for p in parts]
-
-    return sorted(names, key=preference, reverse=True)
 
 
 def _read_table(path: Path) -> pd.DataFrame:
@@ -286,27 +265,14 @@ def _read_table(path: Path) -> pd.DataFrame:
     return frame
 
 
-def _read_system(folder: Path) -> dict[str, Any]:
-    """Read the peaks and link rates of the GPU; an empty mapping where no such file is found."""
-    import yaml
-
-    folder = folder.resolve()
-    name = f"{folder.name}.yaml"
-    named = (folder / "system.yaml", folder / name, folder.parent / name, folder.parent.parent / name)
-    path = next((path for path in named if path.is_file()), None)
-    if path is None:
-        return {}
-    try:
-        system = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RoutePackError(f"System file {path} cannot be read: {str(error).splitlines()[0]}.") from None
-    return system if isinstance(system, dict) else {}
-
-
-def _meta(folder: Path, frameworks: list[str], tables: dict[str, Path], device: str) -> dict[str, Any]:
-    system = _read_system(folder)
+def _meta(
+    folder: Path, frameworks: list[str], tables: dict[str, Path], device: str, system: dict[str, Any]
+) -> dict[str, Any]:
     gpu, node = system.get("gpu", {}), system.get("node", {})
-    bandwidth = node.get("intra_node_bw")
+    software = {"tables": frameworks[0]}
+    for name in tables.keys() & EXCHANGES.values():
+        software["exchange"] = set_name(folder, tables[name])
+    bandwidth, network = node.get("intra_node_bw"), node.get("inter_node_bw")
     fingerprint = DeviceFingerprint(
         kind="cuda",
         vendor="nvidia",
@@ -316,7 +282,8 @@ def _meta(folder: Path, frameworks: list[str], tables: dict[str, Path], device: 
         memory_gib=round(gpu.get("mem_capacity", 0) / GIB),
         interconnect=f"{bandwidth / 1e9:.0f} GB/s" if bandwidth else "",
         ranks_per_node=int(node.get("num_gpus_per_node", 1)),
-        software={"tables": frameworks[0]},
+        network=f"{node.get('num_gpus_per_node', 1)} x {network * 8 / 1e9:g} Gb/s" if network else "",
+        software=software,
         origin="published",
     )
     return {

@@ -13,7 +13,6 @@ enters an exchange; a rank that fails inside one tells the others, which wait ``
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from profiler.cases.case import DIRECTIONS, Case, doubtful_cases
 from profiler.cases.design import LOAD_FACTOR, Design, log_sizes
-from profiler.device.fingerprint import DeviceFingerprint
+from profiler.device.fingerprint import link_rates
 from profiler.errors import RoutePackError
 from profiler.journal import Journal
 from profiler.observer import Observer
@@ -353,10 +352,3 @@ def above_link(stage: Stage, case: Case, time_us: float) -> str:
         if rate and seen > LINK_SLACK * rate * seconds:
             return f"{seen / seconds / 1e9:.0f} GB/s {what} cannot be: the links carry {rate / 1e9:.0f}."
     return ""
-
-
-def link_rates(fingerprint: DeviceFingerprint) -> tuple[float, float]:
-    """Return bytes per second and direction of one rank's links and of all its node's network cards; 0 if unknown."""
-    inside = re.search(r"([\d.]+) GB/s", fingerprint.interconnect)
-    cards = re.findall(r"(\d+) x ([\d.]+) Gb/s", fingerprint.network)
-    return (float(inside[1]) * 1e9 if inside else 0.0, sum(int(count) * float(rate) for count, rate in cards) * 1e9 / 8)

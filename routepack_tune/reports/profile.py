@@ -2,7 +2,7 @@
 
 The page lies beside the measurements as ``profile-report.html``. Every number is measured here or published, as the
 rows say. Measured rows are blue, doubtful ones red; the grey physics line is the baseline of ``costmodels`` fitted to
-these very rows: what a roofline explains of them.
+these very rows: what a roofline explains of them. Thousands of rows are drawn as bands of quantiles and as densities.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
 from costmodels.features import take
+from costmodels.freezing.notes import priced_of
 from costmodels.learned.baseline import fit_baseline
 from costmodels.operations import OPERATIONS
 from costmodels.params import FitParams
-from profiler.cases.case import BACKWARD_WORK, DIRECTIONS
+from profiler.cases.case import BACKWARD_WORK, DIRECTIONS, moved_elements
 from profiler.cases.case import OPERATIONS as TIMED
-from routepack_tune.reports.figures import AFTER, ATTENTION, BEFORE, DOUBTFUL, EXPERTS, INK, as_svg, panels
+from profiler.published.plausible import device_peaks, skipped_words
+from routepack_tune.reports.figures import ABOVE, AFTER, ATTENTION, BEFORE, DOUBTFUL, EXPERTS, INK, as_svg, panels
 from routepack_tune.reports.page import Block, Section, Table, as_table, page, verdict
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ SHARES = {
 SCATTER_LIMIT = 3.0
 """A row farther from the physics line than this many times the scatter of all rows about it is doubtful."""
 LEAST_SCATTER = 0.02
+MOST_POINTS, MOST_CROSSES = 500, 150
+"""More rows than this are drawn as bands and densities; of doubtful ones so many are shown, evenly taken."""
 FEWEST_FOR_PHYSICS = 8
 MOST_LINES = 6
 FLOPS_PER_CLOCK = {"sm_80": 2048, "sm_90": 4096, "sm_100": 8192}
@@ -85,7 +89,9 @@ def _rows_of(op: str, direction: str, rows: Mapping[str, np.ndarray]) -> Operati
     size = next((name for name in sizes if rows[name].any()), sizes[-1])
     flops = asked.flops(rows) * (BACKWARD_WORK if back and "attention" in op else 1 + back)
     width = np.array([4 if name == "float32" else 1 if "8" in name else 2 for name in rows["dtype"].tolist()])
-    moved = rows["bytes"] if asked.exchange else asked.elements(rows) * width * (1 + back)
+    # An exchange of n ranks keeps an n-th of its bytes at home.
+    leaves = rows["bytes"] * (1 - 1 / np.maximum(rows["ranks"], 1)) if op == "alltoall" else rows["bytes"]
+    moved = leaves if asked.exchange else moved_elements(op, rows) * width * (1 + back)
     shapes = pd.DataFrame({name: rows[name] for name in ("pattern", *OPERATIONS[op].family) if name in rows})
     found = pd.DataFrame({"size": rows[size], "time_us": rows["time_us"], "physics_us": _physics(op, rows)})
     found["flagged"] = rows["flag"] != ""
@@ -118,12 +124,22 @@ def far_from(time_us: np.ndarray, physics_us: np.ndarray) -> np.ndarray:
     return np.abs(ratio - middle) > SCATTER_LIMIT * max(high - low, LEAST_SCATTER)
 
 
-def peak_tflops(fingerprint: Mapping[str, Any], dtype: str) -> float:
-    """Return the arithmetic peak of 16-bit types from units, clock and architecture; 0 where one is unknown."""
+def peak_tflops(fingerprint: Mapping[str, Any], dtype: str, system: Mapping[str, Any] | None = None) -> float:
+    """Return the arithmetic peak of 16-bit types as a system file states it, else from units, clock and architecture.
+
+    0 where nothing tells it.
+    """
     if dtype not in ("bfloat16", "float16"):
         return 0.0
+    if stated := device_peaks(system or {})[0]:
+        return stated / 1e12
     per_clock = FLOPS_PER_CLOCK.get(fingerprint.get("arch", ""), 0)
     return float(per_clock * fingerprint.get("units", 0) * fingerprint.get("clock_max_mhz", 0)) / 1e6
+
+
+def rate_words(rate: float) -> str:
+    """Return a rate with three digits, never as a power of ten."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def anchor_course(readings: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -135,24 +151,54 @@ def anchor_course(readings: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame({"time": time, "clock": clock}).set_index(looks.index + 1)
 
 
-def plot_times(of: OperationRows, ax: Axes) -> None:
-    """Draw time against size on logarithmic axes, with the physics line of the commonest shapes."""
-    rows = of.rows.query("size > 0")
+def quantiles_by_size(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the 10th, 50th and 90th percentile of time, and the median of physics, by octave of size."""
+    size = np.exp2(np.rint(np.log2(rows["size"])))
+    found = (
+        rows.groupby(size)["time_us"].quantile([0.1, 0.5, 0.9]).unstack().set_axis(["low", "middle", "high"], axis=1)
+    )
+    return found.assign(physics=rows.groupby(size)["physics_us"].median())
+
+
+def physics_lines(rows: pd.DataFrame) -> Iterator[pd.Series]:
+    """Yield the physics line of each of the commonest shapes: its median by size, so that it never runs back."""
     for curve, _ in Counter(rows["curve"]).most_common(MOST_LINES):
-        line = rows[rows["curve"] == curve].dropna(subset="physics_us").sort_values(["size", "physics_us"])
-        ax.plot(line["size"], line["physics_us"], "-", color=BEFORE, linewidth=1)
-    for some, marker, colour in ((~rows["doubtful"], ".", ATTENTION), (rows["doubtful"], "x", DOUBTFUL)):
-        ax.plot(rows["size"][some], rows["time_us"][some], marker, color=colour, rasterized=some.sum() > 500)
+        line = rows[rows["curve"] == curve].dropna(subset="physics_us")
+        yield line.groupby("size")["physics_us"].median()
+
+
+def plot_times(of: OperationRows, ax: Axes) -> None:
+    """Draw time against size on logarithmic axes: points and physics of the commonest shapes, or bands of many rows."""
+    rows = of.rows.query("size > 0")
+    good, doubtful = rows[~rows["doubtful"]], rows[rows["doubtful"]]
+    if len(rows) > MOST_POINTS:
+        band = quantiles_by_size(good)
+        ax.fill_between(band.index, band["low"], band["high"], color=ATTENTION, alpha=0.2, linewidth=0)
+        ax.plot(band["middle"], "o-", color=ATTENTION, label="median, and where eight in ten lie")
+        lines = [band["physics"].dropna()]
+        doubtful = doubtful.iloc[np.linspace(0, len(doubtful) - 1, min(len(doubtful), MOST_CROSSES)).astype(int)]
+    else:
+        ax.plot(good["size"], good["time_us"], ".", color=ATTENTION, label="rows")
+        lines = list(physics_lines(rows))
+    for line in lines:
+        ax.plot(line, "-", color=BEFORE, linewidth=1, label="physics" if line is lines[0] else None)
+    if len(doubtful):
+        ax.plot(doubtful["size"], doubtful["time_us"], "x", color=DOUBTFUL, markersize=3, label="doubtful")
     ax.set(xscale="log", yscale="log", xlabel=of.size_label, ylabel="time, µs")
+    ax.legend(**ABOVE, ncols=3)
 
 
 def plot_throughput(of: OperationRows, peak: float, ax: Axes) -> None:
     """Draw TFLOP/s (GB/s where nothing is computed) against time, with the peak where it is known."""
-    rows = of.rows.query("rate > 0")
+    rows = of.rows.query("rate > 0 and not doubtful")
     line, label = (peak, "peak") if peak > 0 and of.unit == "TFLOP/s" else (rows["rate"].max(), "best seen")
-    ax.loglog(rows["time_us"], rows["rate"], ".", color=EXPERTS, rasterized=len(rows) > 500)
+    if len(rows) > MOST_POINTS:
+        how: dict[str, Any] = {"xscale": "log", "yscale": "log", "bins": "log", "gridsize": 45, "mincnt": 1}
+        ax.hexbin(rows["time_us"], rows["rate"], cmap="Oranges", linewidths=0, rasterized=True, **how)
+    else:
+        ax.loglog(rows["time_us"], rows["rate"], ".", color=EXPERTS)
     ax.axhline(line, color=INK, linewidth=0.8)
-    ax.text(0.02, line, f"{label} {line:.3g}", transform=ax.get_yaxis_transform(), fontsize=8, va="bottom")
+    ax.text(0.02, line, f"{label} {rate_words(line)}", transform=ax.get_yaxis_transform(), fontsize=8, va="bottom")
     ax.set(xlabel="time, µs", ylabel=of.unit)
 
 
@@ -177,9 +223,10 @@ def profile_page(measurements: Measurements) -> str:
     dtype = str(meta.get("dtype") or Counter(rows["dtype"].tolist()).most_common(1)[0][0])
     device = meta["fingerprint"]
     operations = list(operation_rows(measurements))
-    peak = peak_tflops(device, dtype)
+    peak = peak_tflops(device, dtype, meta.get("system"))
+    watched = "Are these times to be trusted" if device.get("origin") == "published" else "Was the device steady"
     sections: list[Section] = [
-        ("Was the device steady", mark, _steadiness(meta)),
+        (watched, mark, _steadiness(measurements, operations)),
         ("Operations", mark, _overview(operations, peak)),
         *((one.name, mark, _operation(one, peak)) for one in operations),
         ("Rounds", "measured", [_rounds(meta.get("rounds") or ())]),
@@ -189,8 +236,8 @@ def profile_page(measurements: Measurements) -> str:
         ("Where it comes from", "", [_facts(measurements)]),
     ]
     units = f", {device['units']} units" if device["units"] else ""
-    model = (meta.get("model") or {}).get("name")
-    subtitle = f"{device['name']} ({device['arch']}{units}), {model or 'no single model'}, {len(measurements)} rows"
+    model = meta["model"]["name"] or "a model without a name" if meta.get("model") else "no single model"
+    subtitle = f"{device['name']} ({device['arch']}{units}), {model}, {len(measurements)} rows"
     return page("Profile", subtitle, sections)
 
 
@@ -201,11 +248,13 @@ def failures(measurements: Measurements) -> list[dict[str, Any]]:
     return pd.DataFrame(rows, columns=names).value_counts(sort=False).reset_index(name="rows").to_dict("records")
 
 
-def _steadiness(meta: Mapping[str, Any]) -> list[Block]:
-    found = meta.get("steadiness")
+def _steadiness(measurements: Measurements, operations: Sequence[OperationRows]) -> list[Block]:
+    meta = measurements.meta
+    found, timed = meta.get("steadiness"), priced_of({(op, way) for op, way in zip(*_ways(measurements), strict=True)})
+    if not found and meta["fingerprint"].get("origin") == "published":
+        return [*_published(meta, operations), timed]
     if not found:
-        published = meta["fingerprint"].get("origin") == "published"
-        return [] if published else [verdict("Nobody watched: profile again.")]
+        return [verdict("Nobody watched: profile again.", "Not known."), timed]
     readings = (meta.get("anchor") or {}).get("readings") or ()
     limit = float((meta.get("params") or {}).get("max_drift", 0.25))
     shares = {text: f"{100 * found[name]:.1f}%" for name, text in SHARES.items() if found.get(name) is not None}
@@ -215,15 +264,36 @@ def _steadiness(meta: Mapping[str, Any]) -> list[Block]:
     return [
         yes if found["steady"] else no,
         () if found["steady"] else found["problems"],
+        timed,
         shares | {"clocks held down by": ", ".join(held)},
         as_svg(panels(7.2, 2.6, partial(plot_course, readings, limit)), "course") if readings else "",
     ]
 
 
+def _ways(measurements: Measurements) -> tuple[list[str], list[str]]:
+    rows = measurements.select(status="ok").rows
+    return rows["op"].tolist(), rows["direction"].tolist()
+
+
+def _published(meta: Mapping[str, Any], operations: Sequence[OperationRows]) -> list[Block]:
+    """Say whether anything in imported tables is impossible, and how far another software would be."""
+    flagged, rows = sum(of.rows["flagged"].sum() for of in operations), sum(len(of.rows) for of in operations)
+    doubts = list(meta.get("doubts") or ())
+    yes = f"nothing in these tables is impossible on this device; {flagged} of {rows} rows contradict it or their "
+    yes += "neighbours and are left out of fits."
+    no = verdict("Choose other tables, or measure.", "No.")
+    others = (
+        "Nobody here measured them. The same GPU with another library differs by 13 to 33% in experts and 3 to 15% in "
+        "attention (median of public tables): a profile of your own software is better."
+    )
+    return [no if doubts else verdict(yes, "As far as can be told, yes:"), doubts, others]
+
+
 def _overview(operations: Sequence[OperationRows], peak: float) -> list[Block]:
     lines = []
     for of in operations:
-        off, best = np.log(of.rows["time_us"] / of.rows["physics_us"]).abs().median(), of.rows["rate"].max()
+        off = np.log(of.rows["time_us"] / of.rows["physics_us"]).abs().median()
+        best = of.rows["rate"][~of.rows["doubtful"]].max()
         lines.append(
             {
                 "operation": of.name,
@@ -231,12 +301,13 @@ def _overview(operations: Sequence[OperationRows], peak: float) -> list[Block]:
                 "doubtful": of.rows["doubtful"].sum(),
                 "of them flagged": of.rows["flagged"].sum(),
                 "from the physics line": "-" if np.isnan(off) else f"{off:.1%}",
-                "best": f"{best:.3g} {of.unit}",
-                "of the peak": f"{best / peak:.0%}" if peak and of.unit == "TFLOP/s" else "-",
+                "best": f"{rate_words(best)} {of.unit}" if best > 0 else "-",
+                "of the peak": f"{best / peak:.0%}" if peak and best > 0 and of.unit == "TFLOP/s" else "-",
             }
         )
     words = (
-        f"The arithmetic peak is {peak:.0f} TFLOP/s: multiprocessors x highest clock x operations per clock."
+        f"The arithmetic peak is {peak:.0f} TFLOP/s, as the tables' system file states it, else multiprocessors x "
+        "highest clock x operations per clock. Best: among rows without a doubt."
         if peak
         else "The device's peak is not known: throughput is shown against the best that was seen here."
     )
@@ -254,9 +325,10 @@ def _operation(of: OperationRows, peak: float) -> list[Block]:
         said.append(f"With nothing to do it takes {idle.median():.1f} µs.")
     if not (rows["size"] > 0).any():
         return [" ".join(said)]
-    said.append(f"Best {rows['gbps'].max():.3g} GB/s of weights, inputs and outputs.")
+    what = "that leave a rank" if of.unit == "GB/s" else "of weights, inputs and outputs"
+    said.append(f"Best {rate_words(rows['gbps'][~rows['doubtful']].max())} GB/s {what}.")
     drawn = panels(9.6, 3.3, partial(plot_times, of), partial(plot_throughput, of, peak))
-    words = ["Grey: the physics line, for the commonest shapes.", *said]
+    words = ["Grey: the physics line, of all rows or the commonest shapes.", *said]
     return [" ".join(words), as_svg(drawn, of.name.replace(" ", "-"))]
 
 
@@ -284,13 +356,16 @@ def _ranks(ranks: Sequence[Mapping[str, Any]]) -> list[Block]:
 def _facts(measurements: Measurements) -> dict[str, Any]:
     meta = measurements.meta
     device = meta["fingerprint"]
+    l2 = device.get("l2_mib", 0)
     return {
-        "device": f"{device['name']}, {device['memory_gib']} GiB, {device.get('l2_mib', 0) or 'unknown'} MiB L2",
+        "device": f"{device['name']}, {device['memory_gib']} GiB" + (f", {l2} MiB L2" if l2 else ""),
         "links": ", ".join(filter(None, (device["interconnect"], device.get("pcie", ""), device.get("network", "")))),
         "ranks per node": str(device["ranks_per_node"]),
         "software": ", ".join(f"{name} {value}" for name, value in sorted(device["software"].items())),
         "timed, but may train otherwise": _differences(measurements),
         "number type": str(meta.get("dtype", "")),
+        "left out for their number type": "; ".join(skipped_words(meta)),
+        "tables not chosen": ", ".join((meta.get("provenance") or {}).get("passed_over") or ()),
         "threads": str(meta.get("threads", "")),
         "token cap": str(meta.get("max_tokens", "")),
         "backward": str(meta.get("backward", "")),

@@ -76,6 +76,7 @@ def tuning_page(document: Mapping[str, Any]) -> str:
         ("Step time against planning time", both, [drawn.get("pareto", "")]),
         ("Which settings matter", "", [drawn.get("importances", "")]),
         ("Settings", "", [as_table(_settings(summary))]),
+        ("What to keep in mind", "", [document.get("notes") or ()]),
         ("Where it comes from", "", [_facts(document)]),
     ]
     job = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in config["topology"].items() if size != 1)

@@ -124,6 +124,7 @@ def begin_study(
         "workload": workload_statistics(task.names, task.batches),
         "environment": environment(),
         "tables_hash": task.tables.tables_hash,
+        "notes": list(task.tables.notes),
         "files": hashes,
         "tracking": {},
         "summary": None,

@@ -22,7 +22,7 @@ from search.problem import Problem
 PLACEMENT_SHARE = 0.1
 """Most of a wall-clock budget that one placement pass may take."""
 ASSUMED_GBYTES_PER_S = 25.0
-"""Bandwidth of one rank where neither the settings nor measurements say it."""
+"""Bandwidth of one rank where neither settings nor measurements nor the device's facts say it."""
 
 
 class Residence(NamedTuple):
@@ -50,11 +50,21 @@ def residence_of(previous: Plan, problem: Problem) -> Residence:
 
 
 def expert_move_ns(spec: ModelSpec, topology: Topology, tables: StepTables, params: PlannerParams) -> float:
-    """Return the time of moving one expert: by the stated bandwidth, else as measured, else by an assumed one."""
+    """Return the time of moving one expert: by the settings' bandwidth, else as measured, else by the stated links."""
     if params.link_gbytes_per_s == 0 and tables.expert_move_ns:
         return float(tables.expert_move_ns)
     moved_bytes = spec.expert_bytes(topology.expert_tensor_parallel_size)
-    return moved_bytes / (params.link_gbytes_per_s or ASSUMED_GBYTES_PER_S)
+    return moved_bytes / (params.link_gbytes_per_s or tables.link_gbytes_per_s or ASSUMED_GBYTES_PER_S)
+
+
+def move_price_note(tables: StepTables, params: PlannerParams) -> list[str]:
+    """Say what stands for a measured price of moves; nothing where the settings or measurements give one."""
+    if params.link_gbytes_per_s or tables.expert_move_ns:
+        return []
+    how = f"an assumed {ASSUMED_GBYTES_PER_S:g} GB/s"
+    if tables.link_gbytes_per_s:
+        how = f"{tables.link_gbytes_per_s:g} GB/s, stated by the device's facts and not measured"
+    return [f"Moves of experts are priced at {how}; link_gbytes_per_s gives another."]
 
 
 def stage_of_layers(spec: ModelSpec, topology: Topology) -> np.ndarray:
@@ -81,9 +91,8 @@ def list_moves(old_LE: np.ndarray | None, new_LE: np.ndarray, problem: Problem) 
     busiest = np.bincount(stage_of_layers(spec, topology), weights=received.max(axis=1)).max()
     seconds = float(busiest) * (expert_move_ns(spec, topology, problem.tables, params) * 1e-9)
     moved_bytes = len(away[0]) * spec.expert_bytes(topology.expert_tensor_parallel_size)
-    assumed = f"Moves of experts are priced at an assumed {ASSUMED_GBYTES_PER_S:g} GB/s; link_gbytes_per_s states it."
-    measured = params.link_gbytes_per_s or problem.tables.expert_move_ns
-    return ExpertMoves(tuple(map(tuple, listed.tolist())), moved_bytes, seconds), [] if measured else [assumed]
+    moves = ExpertMoves(tuple(map(tuple, listed.tolist())), moved_bytes, seconds)
+    return moves, move_price_note(problem.tables, params)
 
 
 def relabelled(rank_LE: np.ndarray, home_LE: np.ndarray, num_ranks: int) -> np.ndarray:

@@ -130,3 +130,34 @@ def test_unknown_and_broken_models_are_errors(tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": ')
     with pytest.raises(RoutePackError, match="cannot be read"):
         load_model("config.json", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"index_topk": 2048}, {"index_n_heads": 64}, {"index_head_dim": 128}, {"indexer_types": ["full", "shared"]},
+     {"model_type": "deepseek_v32"}, {"architectures": ["DeepseekV32ForCausalLM"]}, {"model_type": "glm_moe_dsa"},
+     {"sparse_attention": True}, {"use_sparse_indexer": True}, {"use_nsa": True}, {"nsa_config": {"block_size": 64}},
+     {"dsa_topk": 512}, {"lightning_indexer": {"heads": 4}}, {"text_config": {"index_topk": 2048}},
+     {"layer_types": ["full_attention", "compressed_sparse_attention"]}, {"compress_ratios": [4, 128]},
+     {"sparse_config": {"topk": 64}}, {"attention_type": "block_sparse_attention"}, {"blocksparse_block_size": 64},
+     {"moba_chunk_size": 512}],
+    ids=lambda said: "-".join(said),
+)  # fmt: skip
+def test_sparse_attention_is_refused_by_name_and_value(said):
+    with pytest.raises(RoutePackError, match="means sparse attention") as refused:
+        ModelSpec.from_config(SMALL | said, "sparse")
+    ((key, value),) = (said.get("text_config") or said).items()
+    assert f"{key} = {str(value)[:20]}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"index_topk": None}, {"index_topk": 0}, {"use_nsa": False}, {"sparse_attention": {"enabled": False, "size": 4}},
+     {"decoder_sparse_step": 1}, {"mlp_layer_types": ["dense", "sparse"]}, {"pad_token_index": 5},
+     {"quantization_config": {"ignored_layers": ["self_attn.indexer"], "sparse_attention": 1}},
+     {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}, {"output_router_logits": True},
+     {"block_sparse_moe": True}, {"vision_config": {"fullatt_block_indexes": [7, 15]}}],
+    ids=lambda said: "-".join(said),
+)  # fmt: skip
+def test_what_only_sounds_sparse_is_read(said):
+    assert ModelSpec.from_config(SMALL | said, "dense").num_experts == 8

@@ -20,7 +20,7 @@ from routepack_tune.cli import app, main
 
 SURFACE = {
     "profile": {"--config", "--out", "--published", "--device", "--prior", "--steps", "--target-error", "--max-minutes",
-                "--report"},
+                "--report", "--tables"},
     "fit": {"measurements", "--config", "--out", "--prior"},
     "tune": {"steps", "--costmodel", "--config", "--out", "--trials", "--workers", "--storage", "--ray", "--new-study",
              "--warm-start"},

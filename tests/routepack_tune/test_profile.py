@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from profiler import RoutePackError
+from routepack_tune import api
 from routepack_tune.cli import main
 from routepack_tune.steps.seen import MOST, seen_of_steps
 from routepack_tune.summaries import measurements_summary
@@ -63,3 +65,24 @@ def test_a_summary_names_what_is_above_the_target_and_what_to_do():
     assert "attention: held-out median error 9.0 -> 6.5%" in said
     assert "above the target of 5%: attention. Go on with more --max-minutes" in said
     assert "NOT STEADY: the anchor drifted by 30%" in said
+    assert said.splitlines()[-1].startswith("  NOT STEADY")
+
+
+def test_a_summary_of_published_tables_says_software_precision_and_what_is_left_out():
+    from profiler import Measurements
+
+    device = {"origin": "published", "name": "x", "arch": "y", "software": {"tables": "t-1.2", "exchange": "nccl-2.9"}}
+    meta = {"fingerprint": device, "backward": "absent", "dtype": "float16",
+            "provenance": {"tables": "t-1.2", "passed_over": ["v-0.9"]},
+            "skipped": {"moe_perf": {"fp8_block": 3, "w4a16_mxfp4": 2}}}  # fmt: skip
+    rows = [{"case_id": "a", "op": "experts", "status": "ok", "flag": "slower than more tokens"}]
+    lines = measurements_summary(Measurements.from_rows(rows, meta), "out").splitlines()
+    assert "  float16 rows of t-1.2, exchanges of nccl-2.9; also here: v-0.9 (--tables)" in lines
+    assert "  other number types are left out: moe 5 rows (fp8_block 3, w4a16_mxfp4 2)" in lines
+    assert "  1 rows contradict their neighbours or the device's peak: flagged, no fit takes them" in lines
+    assert lines[-1] == "  next: routepack fit"
+
+
+def test_tables_are_chosen_among_published_ones_only(job):
+    with pytest.raises(RoutePackError, match="--tables chooses among published tables"):
+        api.profile(job.config, job.folder / "measurements", tables="trtllm")

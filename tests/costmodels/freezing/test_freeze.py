@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from oracles import lookup_slow
 
 from costmodels import freeze_tables, lookup_many_ns, lookup_ns
-from costmodels.freezing.freeze import Pricer, never_falling, skewed_counts
+from costmodels.freezing.freeze import never_falling
+from costmodels.freezing.pricer import Pricer, skewed_counts
 from costmodels.tables import node_shift, table_nodes
 from profiler import Topology
 
@@ -169,10 +170,11 @@ def test_exchange_is_zero_without_ranks_or_measurements_and_says_so(fitted, synt
     alone = freeze_tables(fitted, fitted.spec, Topology(), 4096)
     assert not alone.exchange_ns.any()
     assert not any("dispatch" in note for note in alone.notes)
+    assert "dispatch and combine as within a node" in fitted.tables.priced.split("; not priced: ")[0]
     models = {key: model for key, model in fitted.models.items() if key[0] != "alltoall"}
     unpriced = freeze_tables(type(fitted)(**{**vars(fitted), "models": models}), fitted.spec, fitted.topology, 4096)
     assert not unpriced.exchange_ns.any()
-    assert "dispatch and combine are not priced: no all-to-all was measured" in unpriced.notes
+    assert "dispatch and combine (not measured)" in unpriced.priced.split("; not priced: ")[1]
 
 
 def test_notes_tell_what_lies_outside_the_measurements(fitted, synthetic):

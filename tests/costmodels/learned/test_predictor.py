@@ -169,14 +169,17 @@ def test_measured_backward_has_its_own_model(synthetic):
     backward, _ = model.predict_us("experts", "backward", features)
     assert np.median(backward / forward) == pytest.approx(3.0, rel=0.05)
     assert not any("backward" in note for note in model.tables.notes)
+    assert model.tables.priced.startswith("priced: attention cores, experts; not priced: ")
 
 
 def test_absent_backward_is_a_stated_factor(fitted):
     features = {"tokens": [256.0], "n": [512.0], "k": [512.0]}
     forward, backward = (fitted.predict_us("dense", direction, features)[0] for direction in ("forward", "backward"))
     assert backward == pytest.approx(2.0 * forward)
-    assert "backward of attention is assumed 2.5x forward: only forward times were measured" in fitted.tables.notes
-    assert fitted.backward_factor("alltoall") == 1.0
+    (note,) = (note for note in fitted.tables.notes if note.startswith("backward of attention is assumed"))
+    assert "3.1x forward (up to 1024 attended tokens) to 2.5x" in note
+    assert "tritonbench #1267" in note
+    assert fitted.backward_ratio("alltoall", {}) == 1.0
 
 
 def test_empty_calls_set_the_floor(synthetic):

@@ -5,8 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.learned.validation import HeldOut, assign_folds, error_summary, family_groups, size_groups
+from costmodels.cost_model import save_model
+from costmodels.fit import fit_operation
+from costmodels.learned.validation import (
+    HeldOut,
+    Intervals,
+    assign_folds,
+    calibrate,
+    error_summary,
+    family_groups,
+    size_groups,
+)
 from costmodels.operations import OPERATIONS
+from profiler.files import canonical_json
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=200), st.integers(2, 7))
@@ -63,3 +74,32 @@ def test_report_names_all_contestants(fitted):
     assert errors["model"]["median_pct"] < errors["lightgbm_alone"]["median_pct"]
     assert {"rows", "baseline", "trees", "smooth", "model"} <= set(validation["unseen shapes"])
     assert {"rows", "baseline", "trees", "smooth", "curve", "model"} <= set(validation["largest sizes"])
+
+
+@given(st.lists(st.floats(0, 3), max_size=60), st.integers(0, 5))
+def test_an_interval_is_finite_or_unknown(errors, octaves):
+    errors = np.array(errors)
+    size = np.geomspace(1, 2**octaves, errors.size) if errors.size else errors
+    found = calibrate(size, errors)
+    assert (found is None) == (errors.size < 5)
+    if found is not None:
+        assert np.isfinite([*found.half_log, *found.edges]).all()
+        assert min(found.half_log) >= 0
+    if 5 <= errors.size < 9:
+        assert found == Intervals((), (2 * errors.max(),))
+
+
+@pytest.mark.parametrize("name", ["attention", "experts", "dense", "alltoall"])
+@pytest.mark.parametrize("rows", [6, 12, 20, 40])
+def test_few_points_give_an_honest_interval_or_none_and_never_nan(name, rows, synthetic, tmp_path):
+    everything = synthetic.measurements(ops=(name,), noise=0.05, seed=rows).rows
+    rng = np.random.default_rng(rows)
+    chosen = np.sort(rng.choice(everything["time_us"].size, rows, replace=False))
+    operation = OPERATIONS[name]
+    columns = {key: everything[key][chosen].astype(np.float64) for key in (*operation.features, "time_us")}
+    model, _ = fit_operation(operation, "forward", columns, synthetic.fast)
+    entry = canonical_json(save_model(tmp_path, model))
+    assert "NaN" not in entry
+    if rows >= 20:
+        assert model.intervals is not None
+        assert all(0 < half < 5 for half in model.intervals.half_log)

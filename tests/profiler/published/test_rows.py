@@ -1,10 +1,13 @@
+import shutil
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from profiler import DeviceFingerprint, Measurements, RoutePackError, import_published
+from profiler.cases.case import OPERATIONS, moved_elements
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data" / "gpu-timings"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="shared/data/gpu-timings is not beside the repository")
@@ -172,8 +175,92 @@ def test_wrong_folders_are_clear_errors(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RoutePackError, match="holds no moe_perf table"):
         import_published(tmp_path / "empty")
-    with pytest.raises(RoutePackError, match="Give one GPU of it: h200_sxm"):
-        import_published(folder.parent)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_the_hint_names_a_folder_that_can_be_imported(folder, levels):
+    other = folder.with_name("h100_sxm")
+    shutil.copytree(folder, other)
+    with pytest.raises(RoutePackError, match="Give one GPU of it: ") as refused:
+        import_published(folder.parents[levels - 1])
+    named = str(refused.value).partition("Give one GPU of it: ")[2].rstrip(".").split(", ")
+    assert named == [str(other), str(folder)]
+    assert all(len(import_published(path)) for path in named)
+
+
+def test_one_GPU_does_not_pass_for_a_folder_of_tables(tmp_path):
+    """``gpu/framework-version/`` looks like ``framework/version/`` from one level above."""
+    path = tmp_path / "timings" / "h200_sxm" / "trtllm-1.0" / "moe_perf.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("\n".join(TABLES["trtllm/1.0/moe_perf.txt"]) + "\n")
+    with pytest.raises(RoutePackError, match=r"Give one GPU of it: .*timings/h200_sxm"):
+        import_published(tmp_path / "timings")
+    with pytest.raises(RoutePackError, match=r"Give the whole folder of the GPU: .*h200_sxm"):
+        import_published(path.parent)
+
+
+def test_tables_are_chosen_by_name_and_errors_list_those_present(folder):
+    for name, factor in (("sglang/0.5.8.post1", 3), ("vllm/0.9", 5), ("vllm/0.10", 7)):
+        (folder / name).mkdir(parents=True)
+        lines = TABLES["trtllm/1.0/moe_perf.txt"]
+        changed = [lines[0]] + [line.rsplit(",", 1)[0] + f",{factor}" for line in lines[1:]]
+        (folder / name / "moe_perf.txt").write_text("\n".join(changed) + "\n")
+    for wanted, time_us in (("sglang", 3000.0), ("SGLang-0.5.8.post1", 3000.0), ("vllm/0.9", 5000.0), (None, 500.0)):
+        found = import_published(folder, tables=wanted)
+        assert found.select(op="experts", pattern="balanced").rows["time_us"].tolist() == [time_us]
+    assert found.meta["fingerprint"]["software"] == {"tables": "trtllm-1.0", "exchange": "nccl-2.9"}
+    assert found.meta["provenance"]["passed_over"] == ["vllm-0.10", "vllm-0.9", "sglang-0.5.8.post1"]
+    for wrong in ("vllm", "tensorrt", ""):
+        with pytest.raises(RoutePackError, match=r"one of trtllm-1.0, vllm-0.10, vllm-0.9, sglang-0.5.8.post1"):
+            import_published(folder, tables=wrong)
+
+
+def test_rows_left_out_for_their_type_are_counted(folder):
+    meta = import_published(folder).meta
+    assert meta["skipped"] == {"moe_perf": {"fp8_block": 1}, "context_attention_perf": {"fp8": 1}}
+    assert meta["dtype"] == "float16"
+
+
+def test_what_is_faster_than_the_device_is_flagged(folder):
+    """1,250 TFLOP/s, then 833; 2 GiB of weights at 7,200 GB/s, then 3,600; 2 MB, which stay in a cache."""
+    system = SYSTEM.replace("gpu: {", "gpu: {float16_tc_flops: 989000000000000, mem_bw: 4800000000000, ")
+    (folder.parents[2] / "systems" / "h200_sxm.yaml").write_text(system)
+    head, sizes = TABLES["trtllm/1.0/gemm_perf.txt"][0], f"{LEFT},gemm,flow,float16"
+    cases = ("65536,8192,4656,4", "65536,8192,4656,6", "8,32768,32768,0.3", "8,32768,32768,0.6", "8,1024,1024,0.0003")
+    lines = [f"{sizes},{size}" for size in cases]
+    (folder / "trtllm/1.0/gemm_perf.txt").write_text("\n".join([head, *lines]) + "\n")
+    flags = import_published(folder).select(op="dense").rows["flag"].tolist()
+    assert flags == ["faster than the device's peak allows", "", "faster than the device's peak allows", "", ""]
+    (folder.parents[2] / "systems" / "h200_sxm.yaml").write_text(SYSTEM)
+    assert import_published(folder).select(op="dense").rows["flag"].tolist() == [""] * 5
+
+
+def test_weights_of_experts_without_rows_are_not_read():
+    features = {"rows": 8, "active_experts": 8, "padded_rows": 1024, "max_rows": 1, "local_experts": 384}
+    features |= {"hidden_size": 7168, "inter_size": 2048, "router_tokens": 1, "num_experts": 384}
+    read = 3 * 8 * 7168 * 2048 + 8 * (2 * 7168 + 4 * 2048)
+    assert moved_elements("experts", features) == read
+    assert OPERATIONS["experts"].elements(features) > 40 * read
+
+
+@pytest.mark.parametrize(("times", "said"), [(1.0, False), (11.7, True)])
+def test_a_table_that_is_slow_as_a_whole_is_a_warning_that_names_it(folder, times, said):
+    system = SYSTEM.replace("gpu: {", "gpu: {float16_tc_flops: 989000000000000, ")
+    (folder.parents[2] / "systems" / "h200_sxm.yaml").write_text(system)
+    # Half of the peak, from 1e11 operations on.
+    lines = [
+        f"{LEFT},gemm,flow,float16,{m},8192,8192,{times * 2 * m * 8192**2 / 5e14 * 1e3}"
+        for m in range(1024, 12 * 1024, 512)
+    ]
+    (folder / "trtllm/1.0/gemm_perf.txt").write_text("\n".join([TABLES["trtllm/1.0/gemm_perf.txt"][0], *lines]) + "\n")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        doubts = import_published(folder).meta["doubts"]
+    assert [str(one.message) for one in caught] == doubts
+    assert len(doubts) == said
+    if said:
+        assert "Table trtllm-1.0, gemm_perf" in doubts[0]
+        assert "13.9x too slow" in doubts[0]
 
 
 @pytest.mark.parametrize(

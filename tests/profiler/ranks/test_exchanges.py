@@ -8,6 +8,7 @@ import pytest
 from profiler import DeviceFingerprint, ModelSpec, Observer, ProfileParams, Topology
 from profiler.cases.case import Rates
 from profiler.cases.design import Design
+from profiler.device.fingerprint import link_rates
 from profiler.journal import Journal
 from profiler.ranks.exchanges import (
     PATTERNS,
@@ -19,7 +20,6 @@ from profiler.ranks.exchanges import (
     design_exchanges,
     group_sizes,
     largest_exchange,
-    link_rates,
     run_exchanges,
     split_bytes,
     summary,

@@ -22,6 +22,7 @@ from costmodels import FitParams
 from costmodels.learned.residual import Residual
 from costmodels.learned.trees import grow_trees
 from costmodels.learned.validation import HeldOut, error_summary
+from costmodels.operations import OPERATIONS
 from profiler import DeviceFingerprint, Measurements, RoutePackError
 from profiler.cases.case import case_id, causal_pairs
 from routepack_tune import fit, summaries
@@ -35,8 +36,11 @@ from routepack_tune.reports.fit import (
     error_table,
     errors_by_shape,
     errors_by_size,
+    fit_verdict,
     gains,
     held_out_rows,
+    input_words,
+    own_reasons,
     plot_errors_by_shape,
     plot_errors_by_size,
     plot_parity,
@@ -129,7 +133,7 @@ def test_page_is_whole_and_loads_nothing(done):
     assert not {"script", "link", "iframe"} & set(links.tags)
     assert links.tags.count("svg") >= 4
     for words in ("formulas &lt;1&gt;", "fitted baseline", "LightGBM alone", "unseen sizes", "unseen shapes",
-                  "assumed 2.5x forward", "share of the trees"):  # fmt: skip
+                  "assumed 3.1x forward", "share of their gain", "priced: attention cores (backward ass"):  # fmt: skip
         assert words in page
     clips = [set(re.findall(r'<clipPath id="([^"]+)"', svg)) for svg in page.split("<svg")[1:]]
     assert sum(map(len, clips)) == len(set().union(*clips))
@@ -137,15 +141,60 @@ def test_page_is_whole_and_loads_nothing(done):
 
 def test_table_shows_every_split_and_contestant(done):
     lines = error_table(done.model.validation)
-    assert lines[0].split()[-1] == "model"
+    assert lines[0].split()[-3:] == ["fitted", "baseline", "model"]
     assert {len(line) for line in lines} == {len(lines[0])}
     for operation in ("attention/forward", "experts/forward"):
         report = done.model.validation[operation]["unseen sizes"]["model"]
-        shown = f"{report['median_pct']:.1f} / {report['mape_pct']:.1f} / {report['p95_pct']:.1f}"
+        shown = f"{report['median_pct']:.1f} / {report['p95_pct']:.1f}"
         assert any(line.startswith(f"{operation}, unseen sizes") and line.endswith(shown) for line in lines)
     said = summaries.cost_model_summary(done.model, done.out)
     assert all(line in said for line in lines)
     assert str(done.out / REPORT_FILE) in said
+
+
+def test_the_first_line_says_whether_it_is_good_enough(done):
+    model = done.model
+    sizes = {op: model.validation[f"{op}/forward"]["unseen sizes"]["model"] for op in ("attention", "experts")}
+    lead, said = fit_verdict(model)
+    assert lead == "Good enough to plan by:"
+    assert all(f"{op} forward {errors['median_pct']:.1f}%" in said for op, errors in sizes.items())
+    assert summaries.cost_model_summary(model, done.out).splitlines()[1] == f"  {lead} {said}"
+    page = (done.out / REPORT_FILE).read_text()
+    assert page.index(f"<b>{lead}</b>") < page.index("<table")
+
+    def judged(**changes):
+        return fit_verdict(dataclasses.replace(model, **changes))
+
+    off = {"unseen sizes": {"model": {"median_pct": 23.0}}}
+    wrong = {key: dataclasses.replace(one, validation=one.validation | off)
+             for key, one in model.models.items() if key[0] == "experts"}  # fmt: skip
+    lead, said = judged(models=model.models | wrong)
+    assert lead == "Not good enough yet:"
+    assert "profile more cases of experts forward 23.0%" in said
+    assert judged(doubts=("Table x is slow.",))[0] == "Do not rely on it:"
+    few = {key: dataclasses.replace(one, validation={}) for key, one in model.models.items()}
+    assert judged(models=few) == (
+        "Not known:", "nothing could be held out; not validated, too few rows: attention forward, experts forward."
+    )  # fmt: skip
+    lead, said = judged(spec=dataclasses.replace(model.spec, hidden_size=96))
+    assert "experts forward (its shape was not timed: unseen shapes)" in said
+
+
+def test_a_reason_is_said_once(done):
+    reasons = {key: dataclasses.replace(one, reasons=("few rows", "noisy")) for key, one in done.model.models.items()}
+    tables = dataclasses.replace(done.model.tables, notes=("priced by physics (noisy)",))
+    model = dataclasses.replace(done.model, models=reasons, tables=tables)
+    assert own_reasons(model) == {"few rows": ["attention/forward", "experts/forward"]}
+    said = summaries.cost_model_summary(model, done.out)
+    assert said.count("few rows") == said.count("noisy") == 1
+
+
+def test_inputs_of_trees_are_named_for_people():
+    for operation in OPERATIONS.values():
+        derived = operation.derive({name: np.array([4.0]) for name in operation.features})
+        words = [input_words(name) for name in derived]
+        assert len(set(words)) == len(words)
+        assert not any("_" in word for word in words)
 
 
 def test_lines_of_a_validation_by_hand():
@@ -202,6 +251,7 @@ def test_parity_keeps_ends_and_error_of_all():
     points = full.get_lines()[0].get_xdata()
     assert (points.size, points[0], points[-1]) == (MOST_POINTS, 1.0, 5000.0)
     assert full.get_title() == "x\nmedian error 10.0%"
+    assert empty.get_title() == "y\nno answers"
     assert empty.get_lines()[0].get_xdata().size == 0
 
 

@@ -19,8 +19,10 @@ from routepack_tune.reports.profile import (
     far_from,
     operation_rows,
     peak_tflops,
+    plot_throughput,
     plot_times,
     profile_page,
+    quantiles_by_size,
 )
 
 DEVICE = DeviceFingerprint(
@@ -85,7 +87,8 @@ def test_every_operation_knows_its_physics_and_its_doubtful_rows(plain):
     # 16384 x 1024 x 1024 in its time; all-to-all computes nothing but moves its bytes.
     assert dense["rate"].iloc[-1] == pytest.approx(2 * 16384 * 1024 * 1024 / dense["time_us"].iloc[-1] / 1e6)
     assert (found["dense"].unit, found["alltoall"].unit) == ("TFLOP/s", "GB/s")
-    assert alltoall["gbps"].iloc[-1] == pytest.approx(16384 * 2048 / alltoall["time_us"].iloc[-1] / 1e3)
+    leaves = 16384 * 2048 * 7 / 8
+    assert alltoall["gbps"].iloc[-1] == pytest.approx(leaves / alltoall["time_us"].iloc[-1] / 1e3)
     assert found["experts"].rows["physics_us"].isna().all()
     # Timed here, experts route no tokens: their rows are their size.
     counts = {"rows": 512, "active_experts": 4, "padded_rows": 512, "max_rows": 128, "router_tokens": 0}
@@ -106,6 +109,9 @@ def test_the_peak_comes_from_silicon_and_clock_or_is_unknown():
     assert peak_tflops(DEVICE.to_dict(), "bfloat16") == pytest.approx(989.4, abs=0.5)  # NVIDIA states 989.
     assert peak_tflops(DEVICE.to_dict(), "float32") == 0
     assert peak_tflops({"arch": "x86_64", "units": 2}, "bfloat16") == 0
+    stated = {"gpu": {"float16_tc_flops": 312e12}}
+    assert peak_tflops({"arch": "sm_80"}, "float16", stated) == 312
+    assert peak_tflops({"arch": "sm_80"}, "float32", stated) == 0
 
 
 def test_the_anchors_course_is_relative():
@@ -182,6 +188,56 @@ def test_published_tables_are_called_so():
     assert "measured times" not in text
     assert "against the best that was seen" in text
     assert "Was the device steady" not in text
+    assert "<b>As far as can be told, yes:</b>" in text
+    assert "no single model" in text
+    assert "MiB L2" not in text
+    told = {"gpu": {"float16_tc_flops": 989e12, "mem_bw": 4.8e12}}
+    meta = {
+        "fingerprint": {**fingerprint, "l2_mib": 50},
+        "model": {"name": ""},
+        "system": told,
+        "doubts": ["Table x: slow."],
+    }
+    text = profile_page(Measurements.from_rows([{**one, "dtype": "float16"} for one in rows], meta))
+    assert "The arithmetic peak is 989 TFLOP/s" in text
+    assert text.index("<b>No.</b>") < text.index("Table x: slow.") < text.index("Operations")
+    assert "no single model" not in text
+    assert "50 MiB L2" in text
+
+
+def test_every_profile_says_what_plans_will_price(plain):
+    text = profile_page(plain)
+    said = "plans price: attention cores (backward assumed), projections and dense layers (backward assumed), experts"
+    assert said in text
+    assert "they do not price: router and permute (not measured), fixed cost of a row, LM head and loss" in text
+
+
+def test_thousands_of_rows_are_bands_and_densities_and_no_rate_is_impossible():
+    """12,000 rows of four shapes; one computes 2,000 TFLOP/s and is flagged."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for tokens in np.repeat(np.geomspace(1, 16384, 15).astype(int), 800).tolist():
+        f = {"tokens": tokens, "n": int(rng.choice([512, 1024, 2048, 4096])), "k": 4096}
+        rows.append(row("dense", f, float(5 + 2 * tokens * f["n"] * f["k"] / 5e8) * float(np.exp(0.1 * rng.normal()))))
+    f = {"tokens": 16384, "n": 4096, "k": 4096}
+    rows.append(row("dense", f, 2 * 16384 * 4096**2 / 2e15 * 1e6, flag="faster than the device's peak allows"))
+    (dense,) = operation_rows(measured(rows))
+    band = quantiles_by_size(dense.rows)
+    assert len(band) == 15
+    assert (band["low"] < band["middle"]).all()
+    assert (band["middle"] < band["high"]).all()
+    times, rates = panels(8, 3, partial(plot_times, dense), partial(plot_throughput, dense, 989.0)).axes
+    drawn = [line.get_xdata().size for line in times.get_lines()]
+    assert max(drawn) <= 150
+    for line in times.get_lines()[:2]:
+        assert (np.diff(line.get_xdata()) > 0).all()
+    assert len(rates.collections) == 1
+    text = profile_page(measured(rows))
+    assert "101%" not in text
+    best = re.search(r"(\d+) TFLOP/s</td>", text)
+    assert best is not None
+    assert int(best[1]) < 989
+    assert len(text) < 400_000
 
 
 def test_the_page_opens_in_a_browser(tmp_path, plain):

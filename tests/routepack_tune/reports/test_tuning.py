@@ -156,7 +156,7 @@ def test_a_real_browser_draws_the_page(document, chromium, tmp_path):
     probed.write_text(page.read_text().replace("</body>", probe))
     dom = browse(chromium, probed, tmp_path, "--window-size=1000,2000", "--dump-dom")
     seen = json.loads(re.search(r"<title>(.*?)</title>", dom).group(1))
-    assert seen["sections"] == 7
+    assert seen["sections"] == 8
     assert seen["svg"] == 3
     assert seen["flat"] == 0
     assert seen["words"] > 40

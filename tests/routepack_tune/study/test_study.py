@@ -57,6 +57,8 @@ def test_study_folder_is_complete_and_true(study_template):
     assert document["config"]["planner"]["max_iterations"] == 2000
     assert [step["name"] for step in document["steps"]] == ["step00", "step01", "step02", "step03"]
     assert document["tracking"]["tracking_uri"] == ""
+    assert document["notes"] == list(StepTables.load(folder / "tables.npz").notes) != []
+    assert all(note in (folder / "tuning-report.html").read_text() for note in document["notes"])
     assert {
         "study.json",
         "study.journal",

@@ -12,7 +12,14 @@ from profiler import RoutePackError, Topology
 from profiler.model_spec import STATE_BYTES
 from search import PlannerParams, plan_step
 from search.placement.lpt import placement_of_ranks, ranks_of_slots
-from search.placement.placer import list_moves, relabelled, residence_of, stage_of_layers
+from search.placement.placer import (
+    expert_move_ns,
+    list_moves,
+    move_price_note,
+    relabelled,
+    residence_of,
+    stage_of_layers,
+)
 from search.problem import build_problem
 
 PARAMS = PlannerParams(max_iterations=20_000, placement_swaps=1000, starts=2)
@@ -94,6 +101,22 @@ def test_an_assumed_link_is_said():
     assert any("assumed 25 GB/s" in note for note in assumed.notes)
     stated = plan(make_case(5), previous=first, params={"link_gbytes_per_s": 25.0})
     assert not any("assumed 25 GB/s" in note for note in stated.notes)
+
+
+def test_moves_are_priced_at_the_settings_then_as_measured_then_as_stated_then_at_25():
+    spec, bytes_of_one = make_spec(), make_spec().expert_bytes(1)
+    bare = make_tables(np.random.default_rng(1), spec, TOPOLOGY, 64)
+    stated, measured = replace(bare, link_gbytes_per_s=450.0), replace(bare, link_gbytes_per_s=450.0, expert_move_ns=77)
+    own = PlannerParams(link_gbytes_per_s=50.0)
+    for tables, params, move_ns, said in (
+        (bare, PlannerParams(), bytes_of_one / 25.0, "an assumed 25 GB/s"),
+        (stated, PlannerParams(), bytes_of_one / 450.0, "450 GB/s, stated by the device's facts and not measured"),
+        (measured, PlannerParams(), 77.0, ""),
+        (measured, own, bytes_of_one / 50.0, ""),
+        (stated, own, bytes_of_one / 50.0, ""),
+    ):
+        assert expert_move_ns(spec, TOPOLOGY, tables, params) == pytest.approx(move_ns)
+        assert [said in note for note in move_price_note(tables, params)] == [True] * bool(said)
 
 
 def test_a_higher_price_moves_fewer_experts():
