@@ -10,6 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from typer.main import get_command
 
 from costmodels.tables import npz_bytes
@@ -299,7 +300,7 @@ def test_warnings_are_one_line(capsys, job, monkeypatch):
 
 def test_module_runs_as_the_command(job):
     command = [sys.executable, "-m", "routepack_tune", *map(str, plan_arguments(job, job.steps / "no.npz"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("Error: Step batch not found")

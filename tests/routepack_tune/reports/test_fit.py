@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+from patience import PATIENCE_S
 
 from costmodels import FitParams
 from costmodels.learned.residual import Residual
@@ -288,7 +289,11 @@ def test_registered_model_answers_by_name_in_another_process(done):
     (version,) = store.search_model_versions(f"name = '{REGISTERED_PREFIX}{done.model.spec.name}'")
     uri = f"models:/{version.name}/{version.version}"
     ran = subprocess.run(
-        [sys.executable, "-c", LOAD, own_uri(done.out), uri], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", LOAD, own_uri(done.out), uri],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     answer = json.loads(ran.stdout.splitlines()[-1])
