@@ -177,6 +177,7 @@ def read_npz(path: Path | str, what: str, names: Container[str] | None = None) -
     except FileNotFoundError:
         raise RoutePackError(f"{what} not found: {path}.") from None
     except Exception as error:  # damaged bytes make numpy, zipfile and zlib raise a dozen kinds
-        raise RoutePackError(
-            f"{what} {path} cannot be read ({error}): truncated or not an .npz. Write it again."
-        ) from None
+        problem = "truncated or not an .npz. Write it again."
+        if "Object arrays" in str(error):
+            problem = "it holds Python objects. Write ids as numbers or text: np.array(ids, dtype=str)."
+        raise RoutePackError(f"{what} {path} cannot be read ({error}): {problem}") from None

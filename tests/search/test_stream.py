@@ -154,6 +154,17 @@ class Gate:
         raise ZeroDivisionError("a bug")
 
 
+def test_prompts_of_any_type_are_numbered_as_in_a_batch():
+    batch, job = make_case(0)
+    stream = StreamingPlanner(*job, SMALL, background=False)
+    for i in range(batch.num_samples):
+        stream.add(batch.sample_ids[i], batch.lengths[i], batch.expert_counts[i], prompt_id=("uid", i // 4))
+    with pytest.raises(RoutePackError, match="prompt_ids must be told apart"):
+        stream.add("more", batch.lengths[0], batch.expert_counts[0], prompt_id=[1])
+    sealed, _ = stream.seal(stop=StopCriterion(max_iterations=1), order=batch.sample_ids)
+    assert sealed.prompt_ids.tolist() == (np.arange(batch.num_samples) // 4).tolist()
+
+
 def test_add_does_not_wait_for_the_worker_and_bugs_surface_when_sealed(monkeypatch):
     batch, job = make_case(0)
     gate = Gate()
