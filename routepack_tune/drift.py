@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profiler.errors import RoutePackError, explained
-from profiler.files import file_hash, write_json
+from profiler.files import check_place, file_hash, write_json
 from routepack_tune.bundle import (
     PLANNER_FILE,
     bundle_folder,
@@ -73,6 +73,10 @@ class DriftReport:
     refit: Rescale | None = None
     refit_refused: str = ""
 
+    def document(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        return {"verdict": self.verdict, **asdict(self)}
+
     @property
     def verdict(self) -> str:
         """``fits``, or the first thing to be done."""
@@ -100,6 +104,9 @@ def check(
     out
         The report as a JSON file; where an input is wrong nothing is written.
     """
+    for place, is_folder in ((out, False), (refit, True)):
+        if place is not None:
+            check_place(place, is_folder)
     folder = bundle_folder(bundle)
     if refit is not None:
         refit, old = Path(refit).resolve(), folder.resolve()
@@ -138,7 +145,7 @@ def check(
         except RoutePackError as error:
             report = replace(report, refit_refused=f"Refit refused: {error}")
     if out is not None:
-        write_json(out, {"verdict": report.verdict, **asdict(report)})
+        write_json(out, report.document())
     return report
 
 

@@ -47,7 +47,7 @@ class StepBatch:
 
 def prompt_numbers(prompts: Sequence[Hashable]) -> np.ndarray:
     """Return the prompts of samples as [N] int64: whole numbers as they are, anything else by order of appearance."""
-    if all(isinstance(prompt, (int, np.integer)) and abs(prompt) < 2**63 for prompt in prompts):
+    if all(isinstance(prompt, (int, np.integer)) and abs(int(prompt)) < 2**63 for prompt in prompts):
         return np.array(prompts, dtype=np.int64)
     try:
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}

@@ -71,7 +71,7 @@ def batch_from_arrays(arrays: Mapping[str, Any], spec: ModelSpec, source: str = 
     from search.problem import known_tokens, prompt_numbers
 
     arrays = {name: arrays[name] for name in LAYOUT if arrays.get(name) is not None}
-    if np.ndim(arrays.get("expert_ids")) == 4:
+    if "expert_ids" in arrays and np.ndim(arrays["expert_ids"]) == 4:
         raise RoutePackError(
             f"{source}: expert_ids has the shape {list(np.shape(arrays['expert_ids']))}, one padded row of tokens a "
             "sample. Index it with the mask of real tokens, expert_ids[attention_mask.astype(bool)], and give offsets: "

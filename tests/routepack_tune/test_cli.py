@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,7 +42,40 @@ def test_verbs_and_flags_are_frozen():
         verb: {p.opts[0] if p.param_type_name == "option" else p.name for p in command.params} - {"--help"}
         for verb, command in commands.items()
     }
-    assert found == SURFACE
+    assert found == {verb: {*names, "--json"} for verb, names in SURFACE.items()}
+
+
+def test_help_lists_the_verbs_in_the_order_of_work_and_cuts_no_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    verbs = re.findall(r"^  (\w+)  ", said.split("Commands:")[1], re.MULTILINE)
+    assert verbs == ["profile", "fit", "tune", "deploy", "plan", "check", "rollback", "quickstart"]
+    assert "..." not in said.split("Commands:")[1]
+    assert "docs/" in said
+    assert "--install-completion" in said
+
+
+@pytest.mark.parametrize(("verb", "words"), [
+    ("profile", ["profile.target_error of routepack.yaml, else 5.", "profile.max_minutes of routepack.yaml, else 10."]),
+    ("tune", ["[default: 20; x>=1]", "default: a file."]),
+    ("plan", ["default: as tuned.", "[default: 0; x>=0]"]),
+    ("rollback", ["default: MLFLOW_TRACKING_URI"]),
+    ("quickstart", ["[default: routepack-"]),
+])  # fmt: skip
+def test_help_says_what_holds_without_an_option(capsys, verb, words):
+    assert main([verb, "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for word in words:
+        assert word in said
+
+
+def test_completion_is_offered(capsys, monkeypatch):
+    monkeypatch.setenv("_ROUTEPACK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "routepack ro")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert main([]) == 0
+    assert capsys.readouterr().out.split() == ["rollback"]
 
 
 def test_defaults_are_frozen():
@@ -159,7 +194,9 @@ def test_missing_inputs(capsys, job):
     fails(capsys, job, *plan_arguments(job, job.steps / "no.npz"), words=["no.npz", "not found"])
     fails(capsys, job, *plan_arguments(job, config=job.folder / "no.yaml"), words=["no.yaml", "not found"])
     shutil.rmtree(job.costmodel)
-    fails(capsys, job, *plan_arguments(job), words=["not found"])
+    fails(capsys, job, *plan_arguments(job), words=["Cost model not found", "Run `routepack fit` first"])
+    fails(capsys, job, "tune", job.steps, "--costmodel", job.costmodel, "--config", job.config, "--out",
+          job.folder / "s", words=["Cost model not found", "Run `routepack fit` first"])  # fmt: skip
     fails(
         capsys, job, "plan", job.step, "--bundle", job.folder / "no", "--out", job.folder / "p", words=["Bundle not fo"]
     )
@@ -234,7 +271,20 @@ def test_out_that_cannot_be_written(capsys, job):
     (job.folder / "file").write_text("")
     arguments = list(plan_arguments(job))
     fails(capsys, job, *arguments[:-1], job.folder, words=["is a folder"])
-    fails(capsys, job, *arguments[:-1], job.folder / "file" / "plan.json", words=["file"])
+    nowhere = job.folder / "file" / "plan.json"
+    for place in (nowhere, job.folder / "file" / "deeper" / "plan.json"):
+        fails(capsys, job, *arguments[:-1], place, words=[f"{place} cannot be written", "Not a directory"])
+    # Refused before any input is read: none of these is there.
+    no, nowhere = job.folder / "no", job.folder / "file" / "out"
+    for verb in (
+        ("profile", "--config", no), ("fit", no, "--config", no), ("deploy", no), ("check", no, no), ("quickstart",),
+        ("tune", no, "--costmodel", no, "--config", no),
+    ):  # fmt: skip
+        fails(capsys, job, *verb, "--out", nowhere, words=[f"{nowhere} cannot be written"])
+    pipe = job.folder / "pipe"
+    os.mkfifo(pipe)
+    fails(capsys, job, *arguments[:-1], pipe, words=["pipe is neither a file nor a folder"])
+    fails(capsys, job, *arguments[:-1], job.folder / ("x" * 300), words=["File name too long"])
     fails(capsys, job, "fit", job.folder, "--config", job.config, "--out", job.steps, words=["not replaced"])
     fails(capsys, job, "tune", job.steps, "--costmodel", job.costmodel, "--config", job.config, "--out", job.steps,
           words=["not empty"])  # fmt: skip

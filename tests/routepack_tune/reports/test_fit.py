@@ -25,7 +25,7 @@ from costmodels.learned.trees import grow_trees
 from costmodels.learned.validation import HeldOut, error_summary
 from profiler import DeviceFingerprint, Measurements, RoutePackError
 from profiler.cases.case import case_id, causal_pairs
-from routepack_tune import fit, summaries
+from routepack_tune import facts, fit, summaries
 from routepack_tune.reports.figures import panels, plot_bars
 from routepack_tune.reports.fit import (
     MOST_POINTS,
@@ -144,6 +144,10 @@ def test_table_shows_every_split_and_contestant(done):
         report = done.model.validation[operation]["unseen sizes"]["model"]
         shown = f"{report['median_pct']:.1f} / {report['mape_pct']:.1f} / {report['p95_pct']:.1f}"
         assert any(line.startswith(f"{operation}, unseen sizes") and line.endswith(shown) for line in lines)
+    told = facts.cost_model_facts(done.model, done.out)
+    assert set(told) == {"costmodel", "held_out", "reasons", "notes", "report"}  # as docs/tuning.md says
+    assert json.loads(json.dumps(facts.finite(told), default=str))["report"] == str(done.out / REPORT_FILE)
+    assert len(told["held_out"]) == len(list(error_lines(done.model.validation)))
     said = summaries.cost_model_summary(done.model, done.out)
     assert all(line in said for line in lines)
     assert str(done.out / REPORT_FILE) in said
