@@ -233,6 +233,7 @@ def _plan_all(
     without: list[str] = []
     observer.start("batches", len(batches))
     for name, batch in batches.items():
+        observer.now("batches", name)
         if name in compared or (name in measured and name not in given):
             plan, tuned_s = _timed_plan(planner, batch)
         if name in compared and untuned is not None:
@@ -242,7 +243,7 @@ def _plan_all(
                 without.append(f"{name}: {error}")
         if name in measured:
             prices[name] = _block_seconds(planner, batch, given.get(name) or plan)
-        observer.advance("batches", name)
+        observer.advance("batches")
     observer.finish("batches")
     if without:
         notes.append(f"{len(without)} batches have no comparison, the untuned settings find no plan ({without[0]})")

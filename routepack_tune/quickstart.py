@@ -48,9 +48,10 @@ def quickstart(out: Path | str, observer: Observer | None = None) -> QuickstartR
     @contextmanager
     def stage(name: str) -> Iterator[None]:
         begin = time.perf_counter()
+        bars.now("quickstart", name)
         yield
         seconds[name] = round(time.perf_counter() - begin, 2)
-        bars.advance("quickstart", name)
+        bars.advance("quickstart")
 
     from routepack_tune.reports.quickstart import quickstart_page
 

@@ -99,7 +99,7 @@ def test_what_goes_wrong_while_writing_names_the_file_that_was_asked_for(tmp_pat
         write_text(tmp_path / "a.json", "x")
     assert caught.value.filename == str(tmp_path / "a.json")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(RoutePackError, match="^/proc/a cannot be written"), new_folder("/proc/a"):
+    with pytest.raises(RoutePackError, match=r"^/proc/a cannot be written"), new_folder("/proc/a"):
         pass
 
 
