@@ -153,7 +153,7 @@ class CostModel:
         RoutePackError
             If a file is missing, damaged, changed since it was written, or of a newer schema.
         """
-        folder = Path(folder)
+        folder = cost_model_folder(folder)
         header = read_json(folder / COST_MODEL_FILE, "Cost model")
         version = header.get("schema_version") if isinstance(header, dict) else None
         if version != SCHEMA_VERSION:

@@ -80,9 +80,11 @@ def load_config(path: Path | str) -> Config:
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_strict_loader())
     except FileNotFoundError:
-        raise RoutePackError(f"Configuration not found: {path}.") from None
+        raise RoutePackError(f"Configuration not found: {path}. Give the path of a routepack.yaml.") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RoutePackError(f"Configuration {path} cannot be read: {' '.join(str(error).split())}.") from None
+        raise RoutePackError(
+            f"Configuration {path} cannot be read: {' '.join(str(error).split())}. Give a routepack.yaml."
+        ) from None
     return parse_config(data, path.parent, str(path))
 
 

@@ -58,6 +58,8 @@ def load_step_batch(path: Path | str, spec: ModelSpec, max_tokens: int | None = 
     from costmodels.tables import read_npz
     from search import check_lengths
 
+    if Path(path).is_dir():
+        raise RoutePackError(f"Step batch {path} is a folder. Give one .npz of it.")
     batch = batch_from_arrays(read_npz(path, "Step batch", LAYOUT), spec, str(path))
     if max_tokens is not None:
         with explained(f"{path}: "):

@@ -211,7 +211,8 @@ def test_contradicting_flags(capsys, job):
     fails(capsys, job, *plan_arguments(job), "--bundle", job.folder, words=["either --bundle"])
     fails(capsys, job, "plan", job.step, "--out", job.folder / "p.json", words=["either --bundle"])
     fails(capsys, job, *plan_arguments(job), "--max-runtime", "1", "--max-iterations", "5", words=["not both"])
-    fails(capsys, job, *plan_arguments(job), "--max-runtime", "nan", words=["max runtime > 0"])
+    for wrong in ("nan", "inf", "0"):
+        fails(capsys, job, *plan_arguments(job), "--max-runtime", wrong, words=["max runtime > 0", wrong])
     fails(capsys, job, *plan_arguments(job), "--max-iterations", "0", words=["iterations >= 1"])
     fails(capsys, job, "profile", "--published", job.steps, "--device", "cpu", "--config", job.config, "--out",
           job.folder / "m", words=["--device", "one of the two"])  # fmt: skip
@@ -220,7 +221,7 @@ def test_contradicting_flags(capsys, job):
     profile = ("profile", "--config", job.config, "--out", job.folder / "m")
     fails(capsys, job, *profile, "--target-error", "0", words=["target_error > 0"])
     fails(capsys, job, *profile, "--steps", job.folder / "none", words=["Step batches not found"])
-    fails(capsys, job, *profile, "--prior", job.folder / "none", words=["none"])
+    fails(capsys, job, *profile, "--prior", job.folder / "none", words=["none", "Run `routepack fit` first"])
 
 
 def test_version(capsys):
