@@ -43,6 +43,13 @@ def tables_key(spec: ModelSpec, topology: Topology, max_tokens: int) -> str:
     return content_hash({"model": spec.spec_hash, "topology": asdict(topology), "max_tokens": int(max_tokens)})
 
 
+def cost_model_folder(folder: Path | str) -> Path:
+    """Return the folder of a cost model as a path; RoutePackError where there is none."""
+    if not (Path(folder) / COST_MODEL_FILE).is_file():
+        raise RoutePackError(f"Cost model not found: {folder} holds no {COST_MODEL_FILE}. Run `routepack fit` first.")
+    return Path(folder)
+
+
 def tables_for(folder: Path | str, spec: ModelSpec, topology: Topology, max_tokens: int) -> StepTables:
     """Return the frozen tables of a cost model's folder; needs numpy and numba alone.
 
@@ -51,7 +58,7 @@ def tables_for(folder: Path | str, spec: ModelSpec, topology: Topology, max_toke
     RoutePackError
         If they are missing, damaged, or were frozen for another model, topology or token cap.
     """
-    tables = StepTables.load(Path(folder) / TABLES_FILE)
+    tables = StepTables.load(cost_model_folder(folder) / TABLES_FILE)
     if tables.key != tables_key(spec, topology, max_tokens):
         header = read_json(Path(folder) / COST_MODEL_FILE, "Cost model")
         fitted = _summary(header["model"]["name"], header["topology"], header["max_tokens"])
@@ -154,7 +161,7 @@ class CostModel:
         RoutePackError
             If a file is missing, damaged, changed since it was written, or of a newer schema.
         """
-        folder = Path(folder)
+        folder = cost_model_folder(folder)
         header = read_json(folder / COST_MODEL_FILE, "Cost model")
         version = header.get("schema_version") if isinstance(header, dict) else None
         if version != SCHEMA_VERSION:

@@ -100,18 +100,20 @@ def fit_cost_model(
     models, parity = {}, {}
     observer.start("fit", len(timed) + 1)
     for (name, direction), (rows, flagged) in timed.items():
+        observer.now("fit", f"{name} {direction}")
         kept = take(rows, ~flagged)
         model, held_out = fit_operation(OPERATIONS[name], direction, kept, params, priors, fingerprint.arch)
         models[name, direction] = replace(model, flagged_rows=int(flagged.sum()))
         if held_out is not None:
             parity[f"{name}_{direction}"] = held_out
-        observer.advance("fit", f"{name} {direction}")
+        observer.advance("fit")
+    observer.now("fit", "tables")
     data_hash, provenance = _data_hash(batches), [batch.meta.get("provenance") for batch in batches]
     of_data: dict[str, Any] = {"provenance": provenance, "parity": parity, "doubts": doubts}
     cost_model = CostModel(models, params, fingerprint, spec, topology, max_tokens, data_hash, **of_data)
     cost_model.tables = freeze_tables(cost_model, spec, topology, max_tokens)
     cost_model.table_errors = table_errors(cost_model, cost_model.tables)
-    observer.advance("fit", "tables")
+    observer.advance("fit")
     observer.finish("fit")
     return cost_model
 

@@ -187,6 +187,9 @@ def read_npz(path: Path | str, what: str, names: Container[str] | None = None) -
     except FileNotFoundError:
         raise RoutePackError(f"{what} not found: {path}.") from None
     except Exception as error:  # damaged bytes make numpy, zipfile and zlib raise a dozen kinds
-        raise RoutePackError(
-            f"{what} {path} cannot be read ({error}): truncated or not an .npz. Write it again."
-        ) from None
+        reason, problem = f" ({error})", "truncated or not an .npz. Write it again."
+        if "Object arrays" in str(error):
+            problem = "it holds Python objects. Write ids as numbers or text: np.array(ids, dtype=str)."
+        elif "pickle" in str(error):  # what numpy takes any other file for; nobody should load it unsafely
+            reason = ""
+        raise RoutePackError(f"{what} {path} cannot be read{reason}: {problem}") from None

@@ -56,9 +56,42 @@ def file_hash(path: Path | str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
+def check_place(path: Path | str, folder: bool = False) -> None:
+    """Refuse a place where no file (or ``folder``) can be written, before any work and in the caller's words."""
+    place = Path(path).absolute()
+    if os.path.lexists(place) and not (place.is_dir() if folder else place.is_file()):
+        kind = "a folder" if place.is_dir() else "a file" if place.is_file() else "neither a file nor a folder"
+        problem = f"is {kind}, {'a folder' if folder else 'one file'} is to be written there"
+    else:
+        inside = next(one for one in (place if folder else place.parent, *place.parents) if os.path.lexists(one))
+        try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                place.lstat()  # tells whether the name can be one at all
+            with tempfile.TemporaryFile(dir=inside):
+                return
+        except OSError as error:
+            problem = f"cannot be written: {inside}: {error.strerror}"
+    raise RoutePackError(f"{path} {problem}. Choose another --out.")
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let what goes wrong while writing name the file that was asked for, not a temporary one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+
+
 def write_bytes(path: Path | str, data: bytes) -> None:
     """Write a file under a temporary name beside it, flush it to disk, then rename."""
     path = Path(path)
+    with _named(path):
+        _write_whole(path, data)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
@@ -102,10 +135,10 @@ def new_folder(path: Path | str) -> Iterator[Path]:
     An older folder of that name is replaced whole, at the end; after an error it is left as it was.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_dir():
-        raise RoutePackError(f"{path} is a file, a folder is to be written there. Choose another --out.")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    check_place(path, folder=True)
+    with _named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         yield temporary
         os.chmod(temporary, 0o755)

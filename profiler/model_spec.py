@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import textwrap
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ SPARSE_ATTENTION = re.compile(
 """Snake-case names of sparse attention in configurations: DeepSeek's indexer, NSA, MoBA, InfLLM, block-sparse kinds."""
 KIND_KEYS = re.compile(r"model_type|architectures|layer_types|att(entio)?n_.*type|att(entio)?n_(kind|method|mode)")
 """Keys whose values name kinds of layers."""
+SAME_SHAPE = r"[-_. ](base|instruct|thinking|chat|bf16|fp8|hf|v0\.1|0324|2507)(?![a-z0-9])"
+"""What names of releases add that differ in weights alone."""
 STATE_BYTES = 16
 """Bytes of one trained parameter that move with an expert: bf16 weight, fp32 master weight, two fp32 Adam moments (14),
 rounded up for alignment and buffers."""
@@ -263,15 +266,33 @@ def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     return tuple(i >= first and i not in dense and (i + 1) % every == 0 and i % frequency == 0 for i in range(layers))
 
 
+def shipped_name(model: str) -> tuple[str, str]:
+    """Return the shipped model that a name means, and the one it is nearest to; empty where there is none.
+
+    Case, punctuation, organisation, a hub's cache folders and words of releases that share one shape do not count.
+    """
+    cached = re.search(r"models--(?:[^/]+?--)?([^/]+)", model)
+    last = cached[1] if cached else model.rstrip("/").rsplit("/")[-1]
+    known = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in SHIPPED_MODELS}
+    plain = re.sub(r"[^a-z0-9]", "", re.sub(SAME_SHAPE, "", last.lower()))
+    near = difflib.get_close_matches(plain, known, n=1)
+    return known.get(plain, ""), known[near[0]] if near else ""
+
+
 def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
     """Return the spec of a shipped model by name, or of a ``config.json`` by path (relative to ``folder``).
 
     RoutePackError if the name is unknown and no such file exists, or the file is not an MoE model's configuration.
     """
-    path = MODELS / f"{model}.json" if model in SHIPPED_MODELS else Path(folder, model)
+    path, (shipped, near) = Path(folder, model), shipped_name(model)
     path = path / "config.json" if path.is_dir() else path
+    if shipped and (model in SHIPPED_MODELS or not path.is_file()):
+        path = MODELS / f"{shipped}.json"
     if not path.is_file():
-        raise RoutePackError(f"Model {model!r} is neither shipped ({', '.join(SHIPPED_MODELS)}) nor a config.json.")
+        raise RoutePackError(
+            f"Model {model!r} is neither shipped nor the path of a config.json ({path} is none)."
+            f"{f' Did you mean {near}?' if near else ''} Shipped: {', '.join(SHIPPED_MODELS)}."
+        )
     config = read_json(path, "Model configuration")
     if not isinstance(config, dict):
         raise RoutePackError(f"Model configuration {path} is not a JSON object.")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from math import inf
+from math import gcd, inf, isqrt
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from profiler.model_spec import ModelSpec
 
 FLOAT8 = "float8_e4m3fn"
 EXCHANGES = {"nccl": "nccl_perf", "deepep": "deepep_normal_perf"}
@@ -16,6 +21,18 @@ def check_integer(name: str, value: object, least: int) -> None:
     """Raise ValueError unless ``value`` is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or not value >= least:
         raise ValueError(f"Expected {name} to be an integer >= {least}, got {value!r}.")
+
+
+def divisors(number: int) -> list[int]:
+    """Return every divisor, ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def nearest(size: int, legal: Iterable[int]) -> str:
+    """Name the legal sizes next to one that is not: below and above."""
+    sizes = sorted(legal)
+    return " or ".join(map(str, [n for n in sizes if n < size][-1:] + [n for n in sizes if n > size][:1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +64,26 @@ class Topology:
         for field in fields(self):
             check_integer(field.name, getattr(self, field.name), 1)
         dense, block = self.ranks_per_slot, self.ranks_per_block
-        ranks = dense * self.data_parallel_size
-        if ranks % block:
-            raise ValueError(
-                f"A stage has {ranks} ranks (tensor {self.tensor_model_parallel_size} x context "
-                f"{self.context_parallel_size} x data {self.data_parallel_size}); expert_model_parallel_size x "
-                f"expert_tensor_parallel_size = {block} must divide it."
-            )
-        if block % dense and dense % block:
-            raise ValueError(f"An EP block of {block} ranks straddles DP slots of {dense}: one must divide the other.")
+        if block not in (legal := self.legal_blocks()):
+            if self.ranks_per_stage % block == 0:
+                wrong = f"An EP block of {block} ranks straddles DP slots of {dense}: one must divide the other"
+            else:
+                wrong = (
+                    f"A stage has {self.ranks_per_stage} ranks (tensor {self.tensor_model_parallel_size} x context "
+                    f"{self.context_parallel_size} x data {self.data_parallel_size}); expert_model_parallel_size x "
+                    f"expert_tensor_parallel_size = {block} must divide it"
+                )
+            raise ValueError(f"{wrong}. Nearest sizes of a block: {nearest(block, legal)}.")
+
+    def legal_blocks(self) -> list[int]:
+        """Return the sizes that an EP block of this stage may have."""
+        dense = self.ranks_per_slot
+        return [size for size in divisors(self.ranks_per_stage) if size % dense == 0 or dense % size == 0]
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks of one pipeline stage (TP x CP x DP)."""
+        return self.ranks_per_slot * self.data_parallel_size
 
     @property
     def ranks_per_slot(self) -> int:
@@ -86,6 +114,42 @@ class Topology:
     def row_multiple(self) -> int:
         """Number that the row count must be a multiple of (Megatron's interleaved schedule)."""
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size > 1 else 1
+
+
+def check_sizes(spec: ModelSpec, topology: Topology) -> None:
+    """Raise ValueError where a model cannot be cut into the parts of a topology, naming the nearest sizes."""
+    etp, kv_heads = topology.expert_tensor_parallel_size, spec.num_key_value_heads
+    blocks = topology.legal_blocks()
+    heads = gcd(spec.num_attention_heads, spec.linear_num_value_heads, spec.linear_num_key_heads)
+    linear = f" and {spec.linear_num_key_heads} linear ones" if spec.linear_layers else ""
+    for name, what, legal in (
+        (
+            "expert_model_parallel_size",
+            f"{spec.num_experts} experts",
+            [size for size in divisors(spec.num_experts) if size * etp in blocks],
+        ),
+        (
+            "expert_tensor_parallel_size",
+            f"experts, {spec.moe_intermediate_size} wide",
+            divisors(spec.moe_intermediate_size),
+        ),
+        (
+            "tensor_model_parallel_size",
+            f"{spec.num_attention_heads} attention heads ({kv_heads} of keys and values){linear}",
+            # Ranks beyond the key-value heads hold copies of them.
+            [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0],
+        ),
+    ):
+        if (size := getattr(topology, name)) not in legal:
+            raise ValueError(
+                f"{name} = {size} cannot divide the {what} of {spec.name}. Nearest: {nearest(size, legal)}."
+            )
+    stages = topology.pipeline_model_parallel_size * topology.virtual_pipeline_model_parallel_size
+    if stages > spec.num_layers:
+        raise ValueError(
+            f"pipeline_model_parallel_size x virtual_pipeline_model_parallel_size = {stages} stages are more than the "
+            f"{spec.num_layers} layers of {spec.name}. At most: {spec.num_layers}."
+        )
 
 
 @dataclass(frozen=True, slots=True)

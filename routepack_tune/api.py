@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
-from profiler.files import write_text
+from profiler.files import check_place, write_text
 from routepack_tune.bundle import COST_MODEL_FILE, check_replaceable
 from routepack_tune.config import load_config
 from routepack_tune.drift import check
@@ -58,9 +58,8 @@ def profile(
     from profiler import fingerprint_device, import_published, profile_device
     from routepack_tune.steps.seen import seen_of_steps
 
+    check_place(out, folder=True)
     settings, out = load_config(config), Path(out)
-    if out.exists() and not out.is_dir():
-        raise RoutePackError(f"{out} is a file, a folder is to be written there. Choose another --out.")
     limits: dict[str, Any] = {"target_error": target_error, "max_minutes": max_minutes}
     if tables is not None and published is None:
         raise RoutePackError("--tables chooses among published tables: give --published with it.")
@@ -108,8 +107,8 @@ def fit(
     from routepack_tune.tracking.fit_tracking import track_fit
     from routepack_tune.tracking.store import tracking_uri
 
-    settings = load_config(config)
     check_replaceable(out, COST_MODEL_FILE)
+    settings = load_config(config)
     uri = tracking_uri(settings.tune.tracking_uri, out)
     folders = [measurements] if isinstance(measurements, (str, Path)) else measurements
     batches = [Measurements.load(folder) for folder in folders]
@@ -135,8 +134,7 @@ def plan(
     """Plan one step batch; write ``out``. ``previous`` is the last step's ``plan.json``; see :class:`Planner`."""
     from search import Plan
 
-    if Path(out).is_dir():
-        raise RoutePackError(f"{out} is a folder, the plan is one file. Give --out plan.json.")
+    check_place(out)
     with explained(f"Previous plan {previous}: "):
         before = None if previous is None else Plan.load(previous)
     made = planner.plan(step, seed, before, stop, observer)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
-from profiler.files import content_hash, file_hash, new_folder, read_json, write_text
+from profiler.files import check_place, content_hash, file_hash, new_folder, read_json, write_text
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
 
@@ -67,10 +67,9 @@ def json_that_is_yaml(document: Mapping[str, Any]) -> str:
 
 def check_replaceable(out: Path | str, marker: str) -> None:
     """Refuse to replace a folder that was not written by the same verb: ``--out .`` must never delete anything."""
+    check_place(out, folder=True)
     out, problem = Path(out), ""
-    if out.exists() and not out.is_dir():
-        problem = "is a file, a folder is to be written there"
-    elif Path.cwd().resolve().is_relative_to(out.resolve()):
+    if Path.cwd().resolve().is_relative_to(out.resolve()):
         problem = "is the working folder or holds it: it is not replaced"
     elif out.is_dir() and any(out.iterdir()) and not (out / marker).is_file():
         problem = f"is not empty and holds no {marker}: it is not replaced"
@@ -123,7 +122,9 @@ def untuned_planner(costmodel: Path | str, settings: Config) -> Planner:
 
 def cost_model_header(costmodel: Path | str) -> dict[str, Any]:
     """Return what ``costmodel.json`` says of device, data and errors."""
-    header = read_json(Path(costmodel) / COST_MODEL_FILE, "Cost model")
+    from costmodels.cost_model import cost_model_folder
+
+    header = read_json(cost_model_folder(costmodel) / COST_MODEL_FILE, "Cost model")
     if not isinstance(header, dict) or "fingerprint" not in header:
         raise RoutePackError(f"Cost model {costmodel} names no device. Run `routepack fit` again.")
     return header

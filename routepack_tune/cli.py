@@ -1,15 +1,17 @@
 """The command ``routepack``: eight verbs, few flags; everything else is in ``routepack.yaml``.
 
+Stdout holds a verb's result, as text or, with ``--json``, as one JSON document; all else goes to stderr.
 Expected failures print one line ``Error: ...`` on stderr and exit with 1, bad usage exits with 2; bugs keep their
 traceback.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +19,8 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option, Typer
 
 from profiler.errors import RoutePackError, explained
-from routepack_tune import api, summaries
+from profiler.params import ProfileParams
+from routepack_tune import api, facts, summaries
 from routepack_tune.bundle import load_planner, untuned_planner
 from routepack_tune.config import load_config
 from routepack_tune.environment import version as installed_version
@@ -27,14 +30,24 @@ from routepack_tune.progress import ProgressBars, is_first_rank
 app = Typer(
     name="routepack",
     help="Plan MoE reinforcement-learning steps: balance attention and experts together, from learned times.",
+    epilog="Documentation: README.md and docs/ of the repository. Every verb has --help.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 Config = Annotated[Path, Option("--config", help="routepack.yaml: model, topology, token cap, sections.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON document instead of text.")]
 Folders = list[Path] | None
+OWN = {
+    name: f"Default: profile.{name} of routepack.yaml, else {getattr(ProfileParams(), name):g}."
+    for name in ("target_error", "max_minutes")
+}
+
+
+def _print(as_json: bool, found: Mapping[str, Any], text: str) -> None:
+    """Print what a verb found, for programs or for people."""
+    print(json.dumps(facts.finite(found), default=str) if as_json else text)
 
 
 @app.command()
@@ -45,22 +58,25 @@ def profile(
     device: Annotated[str | None, Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     prior: Annotated[Folders, Option(metavar="DIR", help="Cost model of a sibling device: fewer cases do.")] = None,
     steps: Annotated[
-        list[str] | None, Option(help="Your step batches (folder, file or glob): what is timed first.")
+        list[str] | None, Option(metavar="STEPS", help="Your step batches (folder, file or glob): what is timed first.")
     ] = None,
     target_error: Annotated[
-        float | None, Option(metavar="PCT", help="Stop when held-out median errors are below.")
+        float | None, Option(metavar="PCT", help=f"Stop when held-out median errors are below. {OWN['target_error']}")
     ] = None,
-    max_minutes: Annotated[float | None, Option(metavar="MIN", help="Stop after so many minutes; 0: no limit.")] = None,
+    max_minutes: Annotated[
+        float | None, Option(metavar="MIN", help=f"Stop after so many minutes; 0: no limit. {OWN['max_minutes']}")
+    ] = None,
     report: Annotated[bool, Option("--report", help="Draw the profile into the folder.")] = False,
     tables: Annotated[str | None, Option(metavar="NAME", help="Software whose tables --published takes.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Time a training step's operations on this device, or import published times."""
+    """Time a training step's operations, or import published times."""
     with ProgressBars() as bars:
         found = api.profile(
             config, out, published, device, bars, prior or (), steps or (), target_error, max_minutes, report, tables
         )
     if is_first_rank():
-        print(summaries.measurements_summary(found, out))
+        _print(as_json, facts.measurements_facts(found, out, report), summaries.measurements_summary(found, out))
 
 
 @app.command()
@@ -69,11 +85,12 @@ def fit(
     config: Config,
     out: Annotated[Path, Option(help="Folder of the cost model.")],
     prior: Annotated[Folders, Option(metavar="DIR", help="Cost model of a sibling GPU; may be repeated.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Learn times of any size from measurements and freeze them into tables."""
+    """Learn times of any size and freeze them into tables."""
     with ProgressBars() as bars:
         model = api.fit(measurements, config, out, observer=bars, priors=prior or ())
-    print(summaries.cost_model_summary(model, out))
+    _print(as_json, facts.cost_model_facts(model, out), summaries.cost_model_summary(model, out))
 
 
 @app.command()
@@ -90,12 +107,13 @@ def tune(
     ray: Annotated[bool, Option("--ray", help="Run the workers as tasks of a Ray cluster.")] = False,
     new_study: Annotated[bool, Option("--new-study", help="Begin afresh; the earlier study is kept.")] = False,
     warm_start: Annotated[Folders, Option(metavar="DIR", help="Study or bundle whose best is tried first.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Tune the planner's settings on step batches, part of them held out."""
+    """Tune the planner's settings on step batches, some held out."""
     how: dict[str, Any] = {"workers": workers, "ray": ray, "new_study": new_study, "warm_start": warm_start or ()}
     with ProgressBars() as bars:
         done = api.tune(steps, costmodel, config, out, trials, storage, observer=bars, **how)
-    print(summaries.study_summary(done, out))
+    _print(as_json, facts.study_facts(done, out), summaries.study_summary(done, out))
 
 
 @app.command()
@@ -103,36 +121,11 @@ def deploy(
     study: Annotated[Path, Argument(help="Folder that `routepack tune` wrote.")],
     out: Annotated[Path, Option(help="Folder of the bundle.")],
     register: Annotated[str | None, Option(metavar="NAME", help="Also register it in MLflow.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Turn a study's best trial into the bundle that training loads."""
-    print(summaries.bundle_summary(api.deploy(study, out, register=register), register))
-
-
-@app.command()
-def rollback(
-    name: Annotated[str, Argument(help="Registered planner.")],
-    tracking_uri: Annotated[str | None, Option(help="MLflow store; default: MLFLOW_TRACKING_URI.")] = None,
-) -> None:
-    """Make a registered planner's earlier version the champion again."""
-    done = api.rollback(name, tracking_uri)
-    print(f"models:/{name}@champion is version {done.champion} again; @previous is version {done.previous or '-'}")
-
-
-@app.command()
-def check(
-    bundle: Annotated[str, Argument(help="Folder that `routepack deploy` wrote, or models:/NAME@ALIAS.")],
-    steps: Annotated[list[str], Argument(metavar="STEPS...", help="Recent step batches: folders, files, globs.")],
-    times: Annotated[Path | None, Option(help="Measured step times, CSV or JSON.")] = None,
-    refit: Annotated[Path | None, Option(help="New bundle with times corrected by --times.")] = None,
-    out: Annotated[Path | None, Option(help="The report as a JSON file.")] = None,
-) -> None:
-    """Tell whether a bundle still fits recent steps; exits with 3 where something is to be done."""
-    with ProgressBars() as bars:
-        report = api.check(bundle, steps, times=times, refit=refit, out=out, observer=bars)
-    print(summaries.drift_summary(report, refit))
-    if report.refit_refused:
-        raise RoutePackError(report.refit_refused)
-    raise Exit(0 if report.verdict == "fits" else 3)
+    made = api.deploy(study, out, register=register)
+    _print(as_json, facts.bundle_facts(made, register), summaries.bundle_summary(made, register))
 
 
 @app.command()
@@ -143,10 +136,15 @@ def plan(
     costmodel: Annotated[Path | None, Option(help="Instead of a bundle, with --config.")] = None,
     config: Annotated[Path | None, Option(help="Instead of a bundle, with --costmodel.")] = None,
     previous: Annotated[Path | None, Option(help="Last step's plan: experts move only where it pays.")] = None,
-    max_runtime: Annotated[float | None, Option(metavar="S", help="Stop after so many seconds.")] = None,
-    max_iterations: Annotated[int | None, Option(metavar="N", help="Stop after so many proposals.")] = None,
+    max_runtime: Annotated[
+        float | None, Option(metavar="S", help="Stop after so many seconds; default: no such limit.")
+    ] = None,
+    max_iterations: Annotated[
+        int | None, Option(metavar="N", help="Stop after so many proposals; default: as tuned.")
+    ] = None,
     seed: Annotated[int, Option(min=0, help="Equal input, settings and seed give an equal plan.")] = 0,
     allow_mismatch: Annotated[bool, Option("--allow-mismatch", help="Use a bundle of another device.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Plan one step batch."""
     from search import StopCriterion
@@ -158,7 +156,7 @@ def plan(
     planner = _planner(bundle, costmodel, config, allow_mismatch)
     with ProgressBars() as bars:
         made = api.plan(step, out, planner, previous, seed=seed, stop=stop, observer=bars)
-    print(summaries.plan_summary(made, out))
+    _print(as_json, facts.plan_facts(made, out), summaries.plan_summary(made, out))
 
 
 def _planner(bundle: Path | None, costmodel: Path | None, config: Path | None, allow_mismatch: bool) -> Planner:
@@ -170,15 +168,49 @@ def _planner(bundle: Path | None, costmodel: Path | None, config: Path | None, a
 
 
 @app.command()
+def check(
+    bundle: Annotated[str, Argument(help="Folder that `routepack deploy` wrote, or models:/NAME@ALIAS.")],
+    steps: Annotated[list[str], Argument(metavar="STEPS...", help="Recent step batches: folders, files, globs.")],
+    times: Annotated[Path | None, Option(help="Measured step times, CSV or JSON.")] = None,
+    refit: Annotated[Path | None, Option(help="New bundle with times corrected by --times.")] = None,
+    out: Annotated[Path | None, Option(help="The report as a JSON file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tell whether a bundle still fits; exits with 3 if not."""
+    with ProgressBars() as bars:
+        report = api.check(bundle, steps, times=times, refit=refit, out=out, observer=bars)
+    _print(as_json, report.document(), summaries.drift_summary(report, refit))
+    if report.refit_refused:
+        raise RoutePackError(report.refit_refused)
+    raise Exit(0 if report.verdict == "fits" else 3)
+
+
+@app.command()
+def rollback(
+    name: Annotated[str, Argument(help="Registered planner.")],
+    tracking_uri: Annotated[str | None, Option(help="MLflow store; default: MLFLOW_TRACKING_URI.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a registered planner's earlier version champion again."""
+    done = api.rollback(name, tracking_uri)
+    text = f"models:/{name}@champion is version {done.champion} again; @previous is version {done.previous or '-'}"
+    _print(as_json, {"name": name, "champion": done.champion, "previous": done.previous or None}, text)
+
+
+@app.command()
 def quickstart(
     out: Annotated[Path, Option(help="Folder of everything it makes.")] = Path("routepack-quickstart"),
+    as_json: Json = False,
 ) -> None:
-    """Run the whole path on this machine with a bundled synthetic example."""
+    """Run the whole path on a bundled synthetic example."""
     from routepack_tune.quickstart import quickstart as run
 
     with ProgressBars() as bars:
         result = run(out, observer=bars)
-    summaries.print_quickstart(result)
+    if as_json:
+        _print(True, facts.quickstart_facts(result), "")
+    else:
+        summaries.print_quickstart(result)
 
 
 @app.callback(invoke_without_command=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 
 if TYPE_CHECKING:
     from costmodels import FitParams
@@ -80,9 +80,11 @@ def load_config(path: Path | str) -> Config:
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_strict_loader())
     except FileNotFoundError:
-        raise RoutePackError(f"Configuration not found: {path}.") from None
+        raise RoutePackError(f"Configuration not found: {path}. Give the path of a routepack.yaml.") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RoutePackError(f"Configuration {path} cannot be read: {' '.join(str(error).split())}.") from None
+        raise RoutePackError(
+            f"Configuration {path} cannot be read: {' '.join(str(error).split())}. Give a routepack.yaml."
+        ) from None
     return parse_config(data, path.parent, str(path))
 
 
@@ -117,7 +119,30 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
         raise RoutePackError(f"{source}: holds a value that is not plain: {error}.") from None
     check_tracking_uri(found.tune.tracking_uri, f"{source}: `tune.tracking_uri`")
     sections = {field.name: getattr(found, field.name) for field in dataclasses.fields(Config)}
-    return Config(**{**sections, "model": load_model(found.model, folder)})
+    with explained(f"{source}: "):
+        config = Config(**{**sections, "model": load_model(found.model, folder)})
+        _check_job(config)
+    return config
+
+
+def _check_job(config: Config) -> None:
+    """Refuse sizes that do not fit together, before a verb works for minutes and the next one fails."""
+    from profiler.params import check_sizes, divisors, nearest
+
+    with explained("`topology`: ", of=ValueError):
+        check_sizes(config.model, config.topology)
+    per_node, ranks = config.planner.ranks_per_node, config.topology.expert_model_parallel_size
+    if per_node and ranks % per_node:
+        raise RoutePackError(
+            f"`planner.ranks_per_node` = {per_node} does not divide expert_model_parallel_size = {ranks}. Nearest: "
+            f"{nearest(per_node, divisors(ranks))}, or 0 where it does not matter."
+        )
+    least = min((config.max_tokens_per_microbatch, *config.tune.caps))
+    if config.planner.sequence_alignment > least:
+        raise RoutePackError(
+            f"`planner.sequence_alignment` = {config.planner.sequence_alignment} pads every sample beyond the cap of "
+            f"{least} tokens. Use an alignment of at most {least}, or a larger cap."
+        )
 
 
 def _strict_loader() -> Any:

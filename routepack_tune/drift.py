@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profiler.errors import RoutePackError, explained
-from profiler.files import file_hash, write_json
+from profiler.files import check_place, file_hash, write_json
 from routepack_tune.bundle import (
     PLANNER_FILE,
     bundle_folder,
@@ -73,6 +73,10 @@ class DriftReport:
     refit: Rescale | None = None
     refit_refused: str = ""
 
+    def document(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        return {"verdict": self.verdict, **asdict(self)}
+
     @property
     def verdict(self) -> str:
         """``fits``, or the first thing to be done."""
@@ -100,6 +104,9 @@ def check(
     out
         The report as a JSON file; where an input is wrong nothing is written.
     """
+    for place, is_folder in ((out, False), (refit, True)):
+        if place is not None:
+            check_place(place, is_folder)
     folder = bundle_folder(bundle)
     if refit is not None:
         refit, old = Path(refit).resolve(), folder.resolve()
@@ -138,7 +145,7 @@ def check(
         except RoutePackError as error:
             report = replace(report, refit_refused=f"Refit refused: {error}")
     if out is not None:
-        write_json(out, {"verdict": report.verdict, **asdict(report)})
+        write_json(out, report.document())
     return report
 
 
@@ -226,6 +233,7 @@ def _plan_all(
     without: list[str] = []
     observer.start("batches", len(batches))
     for name, batch in batches.items():
+        observer.now("batches", name)
         if name in compared or (name in measured and name not in given):
             plan, tuned_s = _timed_plan(planner, batch)
         if name in compared and untuned is not None:
@@ -235,7 +243,7 @@ def _plan_all(
                 without.append(f"{name}: {error}")
         if name in measured:
             prices[name] = _block_seconds(planner, batch, given.get(name) or plan)
-        observer.advance("batches", name)
+        observer.advance("batches")
     observer.finish("batches")
     if without:
         notes.append(f"{len(without)} batches have no comparison, the untuned settings find no plan ({without[0]})")

@@ -36,12 +36,19 @@ class ProgressBars(Observer):
         self._bars.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for what in list(self._tasks) if kind is None else ():
+            self.finish(what)
         self._bars.stop()
 
     def start(self, what: str, total: int) -> None:
         """Show a bar for ``what``."""
         self._tasks[what] = self._bars.add_task(what, total=total, note="")
+
+    def now(self, what: str, message: str) -> None:
+        """Say beside the bar of ``what`` what is running."""
+        if what in self._tasks:
+            self._bars.update(self._tasks[what], note=message)
 
     def advance(self, what: str, message: str = "") -> None:
         """Move the bar of ``what`` by one step."""
@@ -49,8 +56,9 @@ class ProgressBars(Observer):
             self._bars.update(self._tasks[what], advance=1, note=message)
 
     def finish(self, what: str) -> None:
-        """Leave the bar of ``what`` as it stands."""
+        """Leave a full bar of ``what`` with its time; one that an error ends stays as it stands."""
         if what in self._tasks:
             task = self._tasks.pop(what)
-            self._bars.update(task, note="")
+            if sys.exc_info()[0] is None:
+                self._bars.update(task, total=self._bars.tasks[self._bars.task_ids.index(task)].completed, note="")
             self._bars.stop_task(task)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from profiler import Observer, RoutePackError
-from profiler.files import write_bytes, write_json, write_text
+from profiler.files import check_place, write_bytes, write_json, write_text
 from routepack_tune import api
 from routepack_tune.bundle import load_planner
 from routepack_tune.config import load_config
@@ -41,15 +41,17 @@ class QuickstartResult:
 
 def quickstart(out: Path | str, observer: Observer | None = None) -> QuickstartResult:
     """Profile (published), fit, tune, deploy, plan and report in ``out``; an earlier quickstart there is replaced."""
+    check_place(out, folder=True)
     out, bars = Path(out), observer or Observer()
     config, steps, seconds = out / "routepack.yaml", out / "steps", dict[str, float]()
 
     @contextmanager
     def stage(name: str) -> Iterator[None]:
         begin = time.perf_counter()
+        bars.now("quickstart", name)
         yield
         seconds[name] = round(time.perf_counter() - begin, 2)
-        bars.advance("quickstart", name)
+        bars.advance("quickstart")
 
     from routepack_tune.reports.quickstart import quickstart_page
 

@@ -99,7 +99,10 @@ def plan_step(
         packings = _seed_packings(problem, starts[0], seed, pool)
         observer.start("plan", params.starts)
         chain = _Chain(problem, starts, home, stop, bound_ns)
-        solutions = list(pool.map(lambda k: chain.solve(packings[k % len(packings)], seed, k), range(params.starts)))
+        solutions = []
+        for solution in pool.map(lambda k: chain.solve(packings[k % len(packings)], seed, k), range(params.starts)):
+            solutions.append(solution)
+            observer.advance("plan")
         observer.finish("plan")
     best = min(solutions, key=lambda solution: solution.objective)
     if home is not None and not params.ranks_per_node:  # ranks of one node are alike: names may change, times do not

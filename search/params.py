@@ -101,7 +101,7 @@ class StopCriterion:
             "gap_below": 0,
         }.items():
             value, wanted = getattr(self, name), "> 0" if name == "max_runtime" else f">= {least:g}"
-            if value is not None and not value >= least:
+            if value is not None and not least <= value < math.inf:
                 raise ValueError(f"Expected {name.replace('_', ' ')} {wanted}, got {value}.")
         self.reset()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,17 @@ class StepBatch:
         """SHA-256 of lengths, counts and ids."""
         types = {"lengths": np.int64, "expert_counts": np.int32, "known_tokens": np.int64, "sample_ids": np.str_}
         return arrays_hash(**{name: np.asarray(getattr(self, name), dtype) for name, dtype in types.items()})
+
+
+def prompt_numbers(prompts: Sequence[Hashable]) -> np.ndarray:
+    """Return the prompts of samples as [N] int64: whole numbers as they are, anything else by order of appearance."""
+    if all(isinstance(prompt, (int, np.integer)) and abs(int(prompt)) < 2**63 for prompt in prompts):
+        return np.array(prompts, dtype=np.int64)
+    try:
+        number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    except TypeError as error:
+        raise RoutePackError(f"prompt_ids must be told apart ({error}): give numbers or text.") from None
+    return np.array([number[prompt] for prompt in prompts], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import contextlib
 import math
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import fields, replace
 from typing import Self
@@ -27,7 +27,7 @@ from search.joint import plan_step
 from search.params import PlannerParams, StopCriterion
 from search.placement.lpt import ranks_of_slots
 from search.plan import Plan
-from search.problem import StepBatch, check_lengths, known_tokens
+from search.problem import StepBatch, check_lengths, known_tokens, prompt_numbers
 
 PROVISIONAL_ITERATIONS = 50_000
 """Packing proposals of a provisional plan: its placement is kept, its packing is not."""
@@ -89,7 +89,7 @@ class StreamingPlanner:
         length: int,
         expert_counts: np.ndarray,
         known_tokens: int | None = None,
-        prompt_id: int | None = None,
+        prompt_id: Hashable = None,
     ) -> None:
         """Take one finished sample; with the background worker this never waits for planning.
 
@@ -206,13 +206,13 @@ def _id_key(name: str) -> tuple[bool, int, str]:
 def _joined(samples: list[StepBatch]) -> StepBatch:
     """Return one batch of several; without prompts where a sample has none."""
     parts = {field.name: [getattr(sample, field.name) for sample in samples] for field in fields(StepBatch)}
-    if any(prompt is None for prompt in parts["prompt_ids"]):
-        del parts["prompt_ids"]
-    return StepBatch(**{name: np.concatenate(part) for name, part in parts.items()})
+    prompts = parts.pop("prompt_ids")
+    known = None if any(prompt is None for prompt in prompts) else prompt_numbers([prompt[0] for prompt in prompts])
+    return StepBatch(**{name: np.concatenate(part) for name, part in parts.items()}, prompt_ids=known)
 
 
 def _checked_sample(
-    name: str, length: int, counts: np.ndarray, known: int | None, prompt_id: int | None, spec: ModelSpec
+    name: str, length: int, counts: np.ndarray, known: int | None, prompt_id: Hashable, spec: ModelSpec
 ) -> StepBatch:
     """Return a batch of one sample after checking everything but the cap."""
     lengths, names = _whole(length, name, "length"), np.array([name])
@@ -224,13 +224,14 @@ def _checked_sample(
             f"Sample {name!r}: expected expert_counts as integers of shape {shape} ({spec.name}'s MoE layers x logical "
             f"experts), got {counts.dtype} {counts.shape}. Is it a sample of another model?"
         )
+    prompt_numbers([prompt_id])  # refused here, not when the step is sealed
     given = None if known is None else _whole(known, name, "known_tokens")
     return StepBatch(
         lengths=lengths,
         expert_counts=counts.astype(np.int32)[None],
         sample_ids=names,
         known_tokens=known_tokens(counts[None], lengths, names, spec.top_k, given, "Sample"),
-        prompt_ids=None if prompt_id is None else _whole(prompt_id, name, "prompt_id"),
+        prompt_ids=None if prompt_id is None else np.fromiter([prompt_id], dtype=object),
     )
 
 

@@ -7,6 +7,8 @@ import sys
 import time
 from datetime import timedelta
 
+from patience import PATIENCE_S
+
 from profiler import ModelSpec, Observer, ProfileParams, RoutePackError, Topology, profile_device
 
 MODEL = {
@@ -17,7 +19,7 @@ SPEC = ModelSpec.from_config(MODEL, "small")
 TOPOLOGY = Topology(data_parallel_size=2, expert_model_parallel_size=2)
 CAP = 256
 PARAMS = {
-    "max_points": 6, "repeats": 2, "min_repeats": 1, "max_case_seconds": 2.0, "threads": 1, "dtype": "float32",
+    "max_points": 6, "repeats": 2, "min_repeats": 1, "max_case_seconds": 30.0, "threads": 1, "dtype": "float32",
     "max_drift": 1e9,
 }  # fmt: skip
 SMALL_FLUSH = 1 << 20
@@ -38,7 +40,8 @@ def fail_in_an_exchange(moment):
 
     from profiler.ranks import ranks
 
-    ranks.EXCHANGE_PATIENCE = timedelta(seconds=3)
+    if moment == "before":  # the other waits as long inside
+        ranks.EXCHANGE_PATIENCE = timedelta(seconds=15)
     exchange, calls = dist.all_to_all_single, [0]
 
     def breaks(*args, **kwargs):
@@ -90,7 +93,7 @@ def start_ranks(out, moment="", per_node=1):
     return [start_job(out, moment, RANK=str(rank), LOCAL_RANK=str(rank % per_node), **common) for rank in range(2)]
 
 
-def finish(process, seconds=120):
+def finish(process, seconds=PATIENCE_S):
     """Return the exit status of a process and what it printed."""
     process.join(seconds)
     assert process.exitcode is not None, process.log.read_text()
@@ -98,7 +101,7 @@ def finish(process, seconds=120):
 
 
 def wait_for_rows(out, rows):
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE_S
     journal = out / "cases.jsonl"
     while not journal.exists() or journal.read_text().count('{"rows"') < rows:
         assert time.monotonic() < deadline, "no rows were written"

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from profiler.cases.case import Case, Rates, Seen, case_bytes, case_seconds, cell_case, experts_case
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 from profiler.model_spec import ModelSpec
-from profiler.params import FLOAT8, ProfileParams, Topology
+from profiler.params import FLOAT8, ProfileParams, Topology, check_sizes
 
 SEEN = "seen"
 """Pattern of cases taken from the user's own steps."""
@@ -74,11 +74,9 @@ class Design:
     """One entry per range that the device cannot finish: ``op``, ``what``, ``wanted``, ``designed``, ``reason``."""
 
     def __post_init__(self) -> None:
-        spec, ranks = self.spec, self.topology.expert_model_parallel_size
-        if spec.num_experts % ranks:
-            raise RoutePackError(
-                f"{spec.name} has {spec.num_experts} experts; expert_model_parallel_size {ranks} must divide them."
-            )
+        spec = self.spec
+        with explained(of=ValueError):
+            check_sizes(spec, self.topology)
         rng = np.random.default_rng(self.params.seed)
         found = {"attention": [case for window in spec.attention_windows for case in self._cells("attention", window)]}
         if any(spec.linear_layers):

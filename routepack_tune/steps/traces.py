@@ -3,7 +3,8 @@
 A step batch is an ``.npz`` with ``lengths [N]`` and either ``expert_counts [N, L, E]`` or token-level routes
 ``expert_ids [T, L, K]`` with ``offsets [N + 1]``; ``sample_ids``, ``prompt_ids`` and ``known_tokens`` are optional.
 A *route* is the K distinct logical expert ids of one token in one MoE layer; -1 is unknown: the token adds no expert
-load of its own and is costed as an average one. Every check names the file, the sample, the layer and the value.
+load of its own and is costed as an average one; so is one whose K ids are all the same, which is a framework's padding.
+Every check names the file, the sample, the layer and the value.
 
 Shape suffixes: N samples, T tokens, L MoE layers (or all hidden layers), K top-k, E logical experts.
 """
@@ -11,6 +12,7 @@ Shape suffixes: N samples, T tokens, L MoE layers (or all hidden layers), K top-
 from __future__ import annotations
 
 import glob
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +39,9 @@ EXPECTED = {
     "K": "{model} has {K}. Is it a batch of another model?",
 }
 """What an axis of another size should have been."""
+_LOG = logging.getLogger("routepack_tune")
+LEAST_ZEROS = 16
+"""Fewer zeros at the ends of top-1 samples may be routes by chance."""
 STALE_RUN_TOKENS = 16
 """So many identical rows in a row, over all layers, look like a stale buffer rather than like text."""
 
@@ -53,6 +58,8 @@ def load_step_batch(path: Path | str, spec: ModelSpec, max_tokens: int | None = 
     from costmodels.tables import read_npz
     from search import check_lengths
 
+    if Path(path).is_dir():
+        raise RoutePackError(f"Step batch {path} is a folder. Give one .npz of it.")
     batch = batch_from_arrays(read_npz(path, "Step batch", LAYOUT), spec, str(path))
     if max_tokens is not None:
         with explained(f"{path}: "):
@@ -63,9 +70,15 @@ def load_step_batch(path: Path | str, spec: ModelSpec, max_tokens: int | None = 
 def batch_from_arrays(arrays: Mapping[str, Any], spec: ModelSpec, source: str = "step batch") -> StepBatch:
     """Check the arrays of one step batch and return it (what :func:`load_step_batch` does after reading)."""
     from search import StepBatch
-    from search.problem import known_tokens
+    from search.problem import known_tokens, prompt_numbers
 
     arrays = {name: arrays[name] for name in LAYOUT if arrays.get(name) is not None}
+    if "expert_ids" in arrays and np.ndim(arrays["expert_ids"]) == 4:
+        raise RoutePackError(
+            f"{source}: expert_ids has the shape {list(np.shape(arrays['expert_ids']))}, one padded row of tokens a "
+            "sample. Index it with the mask of real tokens, expert_ids[attention_mask.astype(bool)], and give offsets: "
+            "0, then the cumulated sums of the mask's rows."
+        )
     if "lengths" not in arrays or not ("expert_counts" in arrays or {"expert_ids", "offsets"} <= arrays.keys()):
         raise RoutePackError(
             f"{source} is no step batch: it needs `lengths` [N] and `expert_counts` [N, L, E], or `expert_ids` "
@@ -76,7 +89,7 @@ def batch_from_arrays(arrays: Mapping[str, Any], spec: ModelSpec, source: str = 
     lengths = given["lengths"].astype(np.int64)
     if num_samples == 0:
         raise RoutePackError(f"{source}: the step is empty (lengths has no sample). Skip planning for such a step.")
-    names = given.get("sample_ids", np.arange(num_samples)).astype(np.str_)
+    names = given.get("sample_ids", np.arange(num_samples).astype(np.str_))
     values, seen = np.unique(names, return_counts=True)
     if (seen > 1).any():
         raise RoutePackError(f"{source}: sample id {str(values[seen > 1][0])!r} occurs twice; ids must be distinct.")
@@ -89,7 +102,10 @@ def batch_from_arrays(arrays: Mapping[str, Any], spec: ModelSpec, source: str = 
         known = known_tokens(counts, lengths, names, spec.top_k, stated, f"{source}: sample")
     else:
         counts, known = _count_routes(given["expert_ids"], given["offsets"], lengths, spec.num_experts, where, source)
-    prompts = given["prompt_ids"].astype(np.int64) if "prompt_ids" in given else None
+    prompts = None
+    if "prompt_ids" in given:
+        with explained(f"{source}: "):
+            prompts = prompt_numbers(given["prompt_ids"].tolist())
     return StepBatch(lengths, counts.astype(np.int32), names, known, prompts)
 
 
@@ -135,8 +151,9 @@ def _found(wrong: np.ndarray) -> list[list[int]]:
 
 def _array(name: str, value: Any, spec: ModelSpec, num_samples: int, source: str) -> np.ndarray:
     """Return an array whose type and axes are as its name asks; large ones stay as narrow as they are stored."""
-    array, axes = np.asarray(value), LAYOUT[name]
-    if array.dtype.kind not in ("iuU" if name == "sample_ids" else "iu"):
+    is_ids, axes = name in ("sample_ids", "prompt_ids"), LAYOUT[name]
+    array = _ids(name, value) if is_ids else np.asarray(value)
+    if not is_ids and array.dtype.kind not in "iu":
         raise RoutePackError(f"{source}: expected {name} to hold integers, got {array.dtype}. Convert it when writing.")
     if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
         raise RoutePackError(f"{source}: {name} holds {array.max()}, beyond any count of tokens.")
@@ -151,6 +168,18 @@ def _array(name: str, value: Any, spec: ModelSpec, num_samples: int, source: str
             expected = EXPECTED[axis].format(model=spec.name, hidden=spec.num_layers, **sizes)
             raise RoutePackError(f"{source}: {name} has {size} {AXES[axis]}, {expected}")
     return array
+
+
+def _ids(name: str, value: Any) -> np.ndarray:
+    """Return ids of any type as an array of them; those of samples as text."""
+    array = np.asarray(value)
+    if isinstance(value, (list, tuple)) and array.ndim != 1:  # of tuples, say
+        array = np.fromiter(value, dtype=object)
+    if array.dtype.kind == "S":
+        array = np.char.decode(array, "utf-8", "backslashreplace")
+    if array.dtype.kind not in "iuU":
+        array = array.astype(object)
+    return array.astype(np.str_) if name == "sample_ids" else array
 
 
 def _count_routes(
@@ -175,9 +204,15 @@ def _count_routes(
         )
     counts = np.zeros((len(lengths), ids.shape[1], num_experts), dtype=np.int32)
     known = np.zeros(len(lengths), dtype=np.int64)
+    blank = _blank_rows(ids, offsets, rows == lengths)
+    if blank.any():
+        _LOG.info(
+            "%s: %d of %d rows of routes are padding (one expert throughout): unknown.", source, blank.sum(), len(ids)
+        )
     stale: list[str] = []
     for i, begin in enumerate(offsets[:-1]):
         own = ids[begin : offsets[i + 1]].astype(np.int64)  # widened here: engines store 8 and 16 bits
+        own[blank[begin : offsets[i + 1]]] = -1
         counts[i], known[i] = _count_sample(own, num_experts, where[i])
         same = ((own[1:] == own[:-1]) & (own[1:] >= 0)).all(axis=(1, 2))
         ends = np.flatnonzero(np.concatenate(([True], ~same, [True])))
@@ -191,6 +226,21 @@ def _count_routes(
             stacklevel=3,
         )
     return counts, known
+
+
+def _blank_rows(ids: np.ndarray, offsets: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Return which tokens [T] hold a framework's padding instead of a route.
+
+    K times one expert in every layer is no route. With top-1 it may be one: there the last rows of samples that have a
+    row for every token (``whole``) are padding where all of them are 0 in every layer and no other row is.
+    """
+    if ids.shape[2] > 1:
+        return (ids == ids[:, :, :1]).all(axis=(1, 2)) & (ids[:, 0, 0] >= 0)
+    last = np.zeros(len(ids), dtype=bool)
+    last[offsets[1:][whole] - 1] = True
+    zero = (ids == 0).all(axis=(1, 2))
+    enough = last.sum() * ids.shape[1] >= LEAST_ZEROS
+    return last if enough and whole.all() and np.array_equal(zero, last) else np.zeros(len(ids), dtype=bool)
 
 
 def _count_sample(ids: np.ndarray, num_experts: int, where: str) -> tuple[np.ndarray, int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
-from profiler.files import file_hash, read_json, write_bytes, write_json
+from profiler.files import check_place, file_hash, read_json, write_bytes, write_json
 from routepack_tune.bundle import COST_MODEL_FILE, cost_model_header
 from routepack_tune.environment import environment
 
@@ -51,8 +51,7 @@ def locked_study(folder: Path) -> Iterator[None]:
     """Hold a study's folder; a killed process lets go by itself."""
     from filelock import FileLock, Timeout
 
-    if folder.exists() and not folder.is_dir():
-        raise RoutePackError(f"{folder} is a file, a folder is to be written there. Choose another --out.")
+    check_place(folder, folder=True)
     found = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if STUDY_FILE not in found and any(not name.startswith(".") and not _is_ours(name) for name in found):
         raise RoutePackError(f"{folder} is not empty and holds no {STUDY_FILE}. Choose another --out.")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
-from profiler.files import content_hash, read_json, write_json, write_text
+from profiler.files import check_place, content_hash, read_json, write_json, write_text
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, cost_model_header, typed_parts, write_bundle
 from routepack_tune.config import Config, load_config, without_password
 from routepack_tune.environment import version
@@ -78,6 +78,7 @@ def tune(
     for name, number in (("trial", trials), ("worker", workers)):
         if not number >= 1:
             raise RoutePackError(f"Expected at least 1 {name}, got {number}.")
+    check_place(out, folder=True)
     settings, out, costmodel = load_config(config), Path(out), Path(costmodel)
     uri = tracking_uri(settings.tune.tracking_uri, out)
     cost_model_header(costmodel)  # refused before the batches are read
@@ -114,13 +115,13 @@ def deploy(study: Path | str, out: Path | str, register: str | None = None) -> P
     from routepack_tune.tracking.registry import register_bundle
 
     study, out = Path(study), Path(out)
+    check_replaceable(out, PLANNER_FILE)
     document = read_study(study, whole=True)
     summary = document["summary"] or {}
     if not summary.get("best"):
         raise RoutePackError(
             f"Study {study} has no feasible, finished trial: nothing to deploy. Run `routepack tune` to its end."
         )
-    check_replaceable(out, PLANNER_FILE)
     uri = _registry_uri(study, document) if register else ""
     exported = exported_settings(document)
     planner, recheck = _planner_of_study(study, document, exported)

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from costmodels import CostModel, StepTables, fit_cost_model, freeze_tables, tables_for, tables_key
 from profiler import Measurements, RoutePackError, Topology
@@ -130,7 +131,7 @@ tables = StepTables.load({str(saved / "tables.npz")!r})
 assert lookup_many_ns(tables.expert_rank_ns, tables.rows_shift, 100) > 0
 print([name for name in {HEAVY!r} if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import lightgbm
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from costmodels import CostModel, FitParams, fit_cost_model
 from costmodels.features import Operation, Parameter
@@ -202,8 +203,6 @@ if __name__ == "__main__":
 class TestForks:
     """FC-41: a parent that used LightGBM with four threads, and a forked pool that loads and predicts, hung."""
 
-    seconds = 120
-
     def test_a_forked_pool_answers_what_its_parent_answers(self, saved, tmp_path):
         script = tmp_path / "fork.py"
         script.write_text(FORK)
@@ -211,7 +210,7 @@ class TestForks:
         environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
         done = subprocess.run(
             [sys.executable, str(script), str(saved)], env=environment, capture_output=True, text=True,
-            timeout=self.seconds, check=False,
+            timeout=PATIENCE_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout == "answered\n"

@@ -4,10 +4,9 @@ import multiprocessing
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from costmodels import CostModel, tables_for
-
-SECONDS = 30
 
 
 def load_tables(folder, spec, topology, cap, answers):
@@ -39,10 +38,10 @@ def test_forked_children_answer(fitted, saved, work):
     for child in children:
         child.start()
     try:
-        found = [answers.get(timeout=SECONDS) for _ in children]
+        found = [answers.get(timeout=PATIENCE_S) for _ in children]
     finally:
         for child in children:
             child.join(1)
             child.kill()
     work(saved, fitted.spec, fitted.topology, fitted.max_tokens, answers)
-    assert found == [answers.get(timeout=SECONDS)] * 2
+    assert found == [answers.get(timeout=PATIENCE_S)] * 2

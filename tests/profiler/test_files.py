@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -7,7 +8,16 @@ import numpy as np
 import pytest
 
 from profiler import RoutePackError
-from profiler.files import arrays_hash, canonical_json, content_hash, new_folder, read_json, write_json, write_text
+from profiler.files import (
+    arrays_hash,
+    canonical_json,
+    check_place,
+    content_hash,
+    new_folder,
+    read_json,
+    write_json,
+    write_text,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +68,39 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with new_folder(tmp_path / "out") as folder:
         (folder / "c").write_text("3")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["c"]
+
+
+def test_a_place_that_takes_nothing_is_refused_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at all")
+    for good, folder in (("file", False), ("new/deep.json", False), ("new/deep", True), (".", True)):
+        check_place(tmp_path / good, folder)
+    for path, folder, said in (
+        (tmp_path, False, "is a folder, one file is"),
+        (tmp_path / "file", True, "is a file, a folder is"),
+        (tmp_path / "file" / "a", False, "cannot be written: .*file: Not a directory"),
+        (tmp_path / "file" / "a" / "b", True, "cannot be written: .*file: Not a directory"),
+        (tmp_path / "dangling", True, "neither a file nor a folder"),
+        (tmp_path / ("x" * 300), False, "File name too long"),
+        ("/proc/nothing/here", True, "cannot be written: /proc: No such file"),
+        ("/dev/null", False, "neither a file nor a folder"),
+    ):
+        with pytest.raises(RoutePackError, match=f"^{path}.*{said}.*Choose another --out"):
+            check_place(path, folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]
+
+
+def test_what_goes_wrong_while_writing_names_the_file_that_was_asked_for(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_text(tmp_path / "a.json", "x")
+    assert caught.value.filename == str(tmp_path / "a.json")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RoutePackError, match=r"^/proc/a cannot be written"), new_folder("/proc/a"):
+        pass
 
 
 def test_missing_and_broken_json_are_named(tmp_path):

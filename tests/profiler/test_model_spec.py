@@ -1,5 +1,6 @@
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ SHIPPED = {
         ((1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)),
     ),
     "gpt-oss-20b": (2880, 24, 24, 64, 8, 64, 64, 32, 4, 2880, 0, ((5120, 2880), (2880, 4096))),
+    "gpt-oss-120b": (2880, 36, 36, 64, 8, 64, 64, 128, 4, 2880, 0, ((5120, 2880), (2880, 4096))),
     "Mixtral-8x7B": (4096, 32, 32, 32, 8, 128, 128, 8, 2, 14336, 0, ((6144, 4096), (4096, 4096))),
     # Queries come with a gate: 2 x 16 x 256, and two key-value heads twice.
     "Qwen3-Next-80B-A3B": (2048, 48, 48, 16, 2, 256, 256, 512, 10, 512, 512, ((9216, 2048), (2048, 4096))),
@@ -26,8 +28,12 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_every_shipped_model_is_listed_here():
+def test_every_shipped_model_is_listed_here_and_in_the_readme():
     assert set(SHIPPED) == set(SHIPPED_MODELS)
+    said = (
+        (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split("Shipped: ")[1].split(", under")[0]
+    )
+    assert set(said.replace(" and ", ", ").split(", ")) == set(SHIPPED_MODELS)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -41,9 +47,47 @@ def test_shipped_models_hold_the_published_shapes(name):
     assert spec.name == name
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("qwen3-30b-a3b", "Qwen3-30B-A3B"),
+        ("Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B"),
+        ("qwen3_30b_a3b", "Qwen3-30B-A3B"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen3-30B-A3B"),
+        ("models--Qwen--Qwen3-235B-A22B", "Qwen3-235B-A22B"),
+        (
+            "/nowhere/hub/models--openai--gpt-oss-120b/snapshots/8b193b0ef83bd41b40eb71fee8f1432315e02a3e",
+            "gpt-oss-120b",
+        ),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "Mixtral-8x7B"),
+        ("deepseek-ai/DeepSeek-V3-0324", "DeepSeek-V3"),
+        ("GPT-OSS 20B", "gpt-oss-20b"),
+    ],
+)
+def test_shipped_models_are_found_under_the_names_of_a_hub(given, meant):
+    assert load_model(given) == load_model(meant)
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [("Qwen3-30B-A3", "Qwen3-30B-A3B"), ("DeepSeek-V3.2", "DeepSeek-V3"), ("gpt-oss-12b", "gpt-oss-")],
+)
+def test_an_unknown_model_names_the_nearest_and_all_shipped_ones(given, near):
+    with pytest.raises(RoutePackError, match=f"Did you mean {near}") as caught:
+        load_model(given)
+    assert all(name in str(caught.value) for name in SHIPPED_MODELS)
+
+
+def test_a_file_goes_before_a_name_that_is_only_alike(tmp_path):
+    (tmp_path / "gpt_oss_20b").mkdir()
+    (tmp_path / "gpt_oss_20b" / "config.json").write_text(json.dumps(SMALL))
+    assert load_model("gpt_oss_20b", tmp_path).num_experts == 8
+
+
 def test_layer_kinds_of_shipped_models():
     oss, deepseek, qwen = (load_model(name) for name in ("gpt-oss-20b", "DeepSeek-V3", "Qwen3-30B-A3B"))
     assert oss.windows == (128, 0) * 12
+    assert load_model("gpt-oss-120b").windows == (128, 0) * 18
     assert deepseek.moe_layers == (False,) * 3 + (True,) * 58
     assert deepseek.feed_forward(deepseek.dense_intermediate_size) == ((36864, 7168), (7168, 18432))
     assert set(qwen.windows) == {0}

@@ -1,3 +1,4 @@
+import time
 import weakref
 
 import pytest
@@ -40,7 +41,7 @@ def test_an_empty_rank_takes_a_small_time_that_is_not_zero(backend):
 
 
 def test_repeats_stop_when_the_case_has_used_its_time(backend, monkeypatch):
-    monkeypatch.setattr(backend, "flush", lambda: __import__("time").sleep(0.03))
+    monkeypatch.setattr(backend, "flush", lambda: time.sleep(0.03))
     rows = time_case(CASE, backend, ProfileParams(repeats=50, min_repeats=2, max_case_seconds=0.2))
     assert all(2 <= len(row["repeats_us"]) < 50 for row in rows)
 
@@ -148,14 +149,15 @@ def test_every_run_is_timed_and_counted_as_busy(backend, monkeypatch):
 
 
 def test_busy_time_is_that_of_flushes_and_runs_alone(backend):
-    sleep = __import__("time").sleep
-    before = backend.busy_s
+    sleep = time.sleep
+    before, began = backend.busy_s, time.perf_counter()
     sleep(0.05)
     assert backend.busy_s == before
     elapsed, kept = backend.timed(lambda: sleep(0.05) or "result")
     assert kept == "result"
     assert elapsed >= 5e4
-    assert backend.busy_s - before == pytest.approx(elapsed / 1e6, rel=0.1)
+    # Another process may hold the CPU between two looks at the clock.
+    assert 0.99 * elapsed / 1e6 <= backend.busy_s - before <= time.perf_counter() - began - 0.05
 
 
 def test_a_long_case_is_named_by_its_first_warm_up_run(backend, monkeypatch):

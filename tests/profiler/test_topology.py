@@ -1,6 +1,7 @@
 import pytest
 
-from profiler import Topology
+from profiler import Topology, load_model
+from profiler.params import check_sizes, divisors, nearest
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, float("nan"), True, "2"])
@@ -41,3 +42,29 @@ def test_slots_and_blocks(sizes, slots_per_block, blocks_per_slot, num_blocks):
 def test_rows_are_a_multiple_of_the_pipeline_only_with_virtual_stages():
     assert Topology(pipeline_model_parallel_size=4).row_multiple == 1
     assert Topology(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2).row_multiple == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"data_parallel_size": 7, "expert_model_parallel_size": 7}, "= 7 cannot divide the 512 experts .* Nearest: 1"),
+        (
+            {"tensor_model_parallel_size": 32},
+            r"16 attention heads \(2 of keys and values\) and 16 linear .* Nearest: 16",
+        ),
+        ({"pipeline_model_parallel_size": 24, "virtual_pipeline_model_parallel_size": 3}, "= 72 stages .* 48 layers"),
+    ],
+)
+def test_a_model_must_divide_into_the_parts_of_a_topology(sizes, said):
+    with pytest.raises(ValueError, match=said):
+        check_sizes(load_model("Qwen3-Next-80B-A3B"), Topology(**sizes))
+
+
+def test_heads_copied_over_ranks_and_uneven_stages_are_legal():
+    check_sizes(load_model("Qwen3-30B-A3B"), Topology(tensor_model_parallel_size=8))  # 4 key-value heads
+    check_sizes(load_model("DeepSeek-V3"), Topology(pipeline_model_parallel_size=16))  # 61 layers
+
+
+def test_divisors_and_the_nearest():
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+    assert (nearest(5, divisors(36)), nearest(37, divisors(36)), nearest(0, [3])) == ("4 or 6", "36", "3")

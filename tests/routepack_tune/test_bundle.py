@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from profiler import DeviceFingerprint, RoutePackError, compare_fingerprints, fingerprint_device
 from profiler.files import content_hash
@@ -259,7 +260,7 @@ with np.load({str(job.step)!r}) as archive:
 plan.save({str(job.folder / "light.json")!r})
 print(plan.plan_hash)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == load_planner(bundle).plan(job.step).plan_hash
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import warnings
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from typer.main import get_command
 
 from costmodels.tables import npz_bytes
@@ -39,7 +42,40 @@ def test_verbs_and_flags_are_frozen():
         verb: {p.opts[0] if p.param_type_name == "option" else p.name for p in command.params} - {"--help"}
         for verb, command in commands.items()
     }
-    assert found == SURFACE
+    assert found == {verb: {*names, "--json"} for verb, names in SURFACE.items()}
+
+
+def test_help_lists_the_verbs_in_the_order_of_work_and_cuts_no_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    verbs = re.findall(r"^  (\w+)  ", said.split("Commands:")[1], re.MULTILINE)
+    assert verbs == ["profile", "fit", "tune", "deploy", "plan", "check", "rollback", "quickstart"]
+    assert "..." not in said.split("Commands:")[1]
+    assert "docs/" in said
+    assert "--install-completion" in said
+
+
+@pytest.mark.parametrize(("verb", "words"), [
+    ("profile", ["profile.target_error of routepack.yaml, else 5.", "profile.max_minutes of routepack.yaml, else 10."]),
+    ("tune", ["[default: 20; x>=1]", "default: a file."]),
+    ("plan", ["default: as tuned.", "[default: 0; x>=0]"]),
+    ("rollback", ["default: MLFLOW_TRACKING_URI"]),
+    ("quickstart", ["[default: routepack-"]),
+])  # fmt: skip
+def test_help_says_what_holds_without_an_option(capsys, verb, words):
+    assert main([verb, "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for word in words:
+        assert word in said
+
+
+def test_completion_is_offered(capsys, monkeypatch):
+    monkeypatch.setenv("_ROUTEPACK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "routepack ro")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert main([]) == 0
+    assert capsys.readouterr().out.split() == ["rollback"]
 
 
 def test_defaults_are_frozen():
@@ -158,7 +194,9 @@ def test_missing_inputs(capsys, job):
     fails(capsys, job, *plan_arguments(job, job.steps / "no.npz"), words=["no.npz", "not found"])
     fails(capsys, job, *plan_arguments(job, config=job.folder / "no.yaml"), words=["no.yaml", "not found"])
     shutil.rmtree(job.costmodel)
-    fails(capsys, job, *plan_arguments(job), words=["not found"])
+    fails(capsys, job, *plan_arguments(job), words=["Cost model not found", "Run `routepack fit` first"])
+    fails(capsys, job, "tune", job.steps, "--costmodel", job.costmodel, "--config", job.config, "--out",
+          job.folder / "s", words=["Cost model not found", "Run `routepack fit` first"])  # fmt: skip
     fails(
         capsys, job, "plan", job.step, "--bundle", job.folder / "no", "--out", job.folder / "p", words=["Bundle not fo"]
     )
@@ -171,7 +209,8 @@ def test_contradicting_flags(capsys, job):
     fails(capsys, job, *plan_arguments(job), "--bundle", job.folder, words=["either --bundle"])
     fails(capsys, job, "plan", job.step, "--out", job.folder / "p.json", words=["either --bundle"])
     fails(capsys, job, *plan_arguments(job), "--max-runtime", "1", "--max-iterations", "5", words=["not both"])
-    fails(capsys, job, *plan_arguments(job), "--max-runtime", "nan", words=["max runtime > 0"])
+    for wrong in ("nan", "inf", "0"):
+        fails(capsys, job, *plan_arguments(job), "--max-runtime", wrong, words=["max runtime > 0", wrong])
     fails(capsys, job, *plan_arguments(job), "--max-iterations", "0", words=["iterations >= 1"])
     fails(capsys, job, "profile", "--published", job.steps, "--device", "cpu", "--config", job.config, "--out",
           job.folder / "m", words=["--device", "one of the two"])  # fmt: skip
@@ -180,7 +219,7 @@ def test_contradicting_flags(capsys, job):
     profile = ("profile", "--config", job.config, "--out", job.folder / "m")
     fails(capsys, job, *profile, "--target-error", "0", words=["target_error > 0"])
     fails(capsys, job, *profile, "--steps", job.folder / "none", words=["Step batches not found"])
-    fails(capsys, job, *profile, "--prior", job.folder / "none", words=["none"])
+    fails(capsys, job, *profile, "--prior", job.folder / "none", words=["none", "Run `routepack fit` first"])
 
 
 def test_version(capsys):
@@ -188,39 +227,6 @@ def test_version(capsys):
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == version()
-
-
-def test_bars_are_drawn_on_terminals_only(capsys, monkeypatch):
-    import io
-
-    from routepack_tune.progress import ProgressBars
-
-    def work(bars):
-        with bars:
-            bars.start("fit", 2)
-            bars.advance("fit", "experts")
-            bars.advance("fit")
-            bars.finish("fit")
-            bars.finish("never started")
-
-    work(ProgressBars())
-    assert capsys.readouterr().err == ""
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    work(ProgressBars())
-    assert "fit" in terminal.getvalue()
-    assert "2/2" in terminal.getvalue()
-    # Of the processes of one job the first alone draws.
-    other = Terminal()
-    monkeypatch.setattr("sys.stderr", other)
-    monkeypatch.setenv("RANK", "1")
-    work(ProgressBars())
-    assert other.getvalue() == ""
 
 
 def test_bad_usage_exits_with_two(capsys):
@@ -233,7 +239,20 @@ def test_out_that_cannot_be_written(capsys, job):
     (job.folder / "file").write_text("")
     arguments = list(plan_arguments(job))
     fails(capsys, job, *arguments[:-1], job.folder, words=["is a folder"])
-    fails(capsys, job, *arguments[:-1], job.folder / "file" / "plan.json", words=["file"])
+    nowhere = job.folder / "file" / "plan.json"
+    for place in (nowhere, job.folder / "file" / "deeper" / "plan.json"):
+        fails(capsys, job, *arguments[:-1], place, words=[f"{place} cannot be written", "Not a directory"])
+    # Refused before any input is read: none of these is there.
+    no, nowhere = job.folder / "no", job.folder / "file" / "out"
+    for verb in (
+        ("profile", "--config", no), ("fit", no, "--config", no), ("deploy", no), ("check", no, no), ("quickstart",),
+        ("tune", no, "--costmodel", no, "--config", no),
+    ):  # fmt: skip
+        fails(capsys, job, *verb, "--out", nowhere, words=[f"{nowhere} cannot be written"])
+    pipe = job.folder / "pipe"
+    os.mkfifo(pipe)
+    fails(capsys, job, *arguments[:-1], pipe, words=["pipe is neither a file nor a folder"])
+    fails(capsys, job, *arguments[:-1], job.folder / ("x" * 300), words=["File name too long"])
     fails(capsys, job, "fit", job.folder, "--config", job.config, "--out", job.steps, words=["not replaced"])
     fails(capsys, job, "tune", job.steps, "--costmodel", job.costmodel, "--config", job.config, "--out", job.steps,
           words=["not empty"])  # fmt: skip
@@ -299,7 +318,7 @@ def test_warnings_are_one_line(capsys, job, monkeypatch):
 
 def test_module_runs_as_the_command(job):
     command = [sys.executable, "-m", "routepack_tune", *map(str, plan_arguments(job, job.steps / "no.npz"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("Error: Step batch not found")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from patience import PATIENCE_S
+
 
 def test_import_is_light(blocker):
     code = blocker + "import routepack_tune; print(sorted(routepack_tune.__all__))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("load_planner", "profile", "fit", "tune", "deploy", "plan"):
         assert name in done.stdout
@@ -22,6 +24,6 @@ def test_names_of_the_search_come_when_asked_for():
         "from routepack_tune import *\n"
         "print(before, relayout.__name__, hasattr(routepack_tune, 'Nonsense'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "(False, False) routepack_tune.trainers.relayout False\n"

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 PASSWORD = "s3cret"
 
@@ -30,7 +31,7 @@ def postgresql_server():
     as_user = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []} if account else {}
 
     def call(*command):
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, **as_user)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, **as_user)
         assert done.returncode == 0, done.stdout + done.stderr
 
     (folder / "password").write_text(PASSWORD)

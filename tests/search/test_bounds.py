@@ -31,7 +31,7 @@ def heaviest_cells(weights, lengths, max_tokens, units, per_unit, rng):
     st.sampled_from([0.0, 0.5, 1.0, 2.0]),
 )
 @example(0, 2, 4, 8, 64, 1.0)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_packing_goes_below_the_bound_on_weights(seed, units, per_unit, samples, max_tokens, power):
     rng = np.random.default_rng(seed)
     longest = rng.integers(1, max_tokens + 1)

@@ -21,7 +21,7 @@ from search import StepBatch, balanced_ns, build_problem, evaluate
 
 
 @given(problems())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_evaluate_equals_definition(drawn):
     problem, rng = drawn
     rows = random_rows(rng, problem)

@@ -44,7 +44,7 @@ def make_case(seed, topology, samples=24, cap=64, layers=2, skew=1.0):
 
 @given(st.integers(0, 10_000), st.sampled_from(TOPOLOGIES))
 @example(4179, Topology(data_parallel_size=4, expert_model_parallel_size=4))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_plan_keeps_constraints_and_states_its_own_price(seed, topology):
     case = make_case(seed, topology)
     plan = plan_step(*case, replace(SMALL, max_iterations=4096), seed=seed)
@@ -84,7 +84,7 @@ def test_bound_optimum_plan_are_in_order_on_tiny_instances(seed, topology):
 
 
 @given(problems(max_samples=24))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_bound_is_below_plans_of_every_number_of_rows(drawn):
     """A convex cost falls when more rows share it: the bound must hold for all row counts, not for the least alone."""
     problem, rng = drawn
@@ -97,7 +97,7 @@ def test_bound_is_below_plans_of_every_number_of_rows(drawn):
 
 
 @given(jobs(max_samples=24))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_plan_under_binding_caps_goes_below_its_bound(drawn):
     *case, params = drawn[0]
     problem = build_problem(*case, params)
@@ -114,7 +114,7 @@ def test_no_plan_under_binding_caps_goes_below_its_bound(drawn):
 
 
 @given(jobs(max_samples=24))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_receive_cap_that_does_not_bind_changes_nothing(drawn):
     *case, params = drawn[0]
     params = replace(params, max_iterations=4096, placement_swaps=200, starts=1, max_received_rows=0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from strategies import TOPOLOGIES, make_batch, make_spec, make_tables
 
 import search.stream
@@ -148,9 +149,20 @@ class Gate:
 
     def __call__(self, *args, stop, **kwargs):
         self.begun.set()
-        self.go_on.wait(30)
+        self.go_on.wait(PATIENCE_S)
         stop.progress(0)
         raise ZeroDivisionError("a bug")
+
+
+def test_prompts_of_any_type_are_numbered_as_in_a_batch():
+    batch, job = make_case(0)
+    stream = StreamingPlanner(*job, SMALL, background=False)
+    for i in range(batch.num_samples):
+        stream.add(batch.sample_ids[i], batch.lengths[i], batch.expert_counts[i], prompt_id=("uid", i // 4))
+    with pytest.raises(RoutePackError, match="prompt_ids must be told apart"):
+        stream.add("more", batch.lengths[0], batch.expert_counts[0], prompt_id=[1])
+    sealed, _ = stream.seal(stop=StopCriterion(max_iterations=1), order=batch.sample_ids)
+    assert sealed.prompt_ids.tolist() == (np.arange(batch.num_samples) // 4).tolist()
 
 
 def test_add_does_not_wait_for_the_worker_and_bugs_surface_when_sealed(monkeypatch):
@@ -159,7 +171,7 @@ def test_add_does_not_wait_for_the_worker_and_bugs_surface_when_sealed(monkeypat
     monkeypatch.setattr(search.stream, "plan_step", gate)
     stream = StreamingPlanner(*job, SMALL)
     add_all(stream, batch, range(4))
-    assert gate.begun.wait(30)
+    assert gate.begun.wait(PATIENCE_S)
     add_all(stream, batch, range(4, 40))
     assert stream.num_samples == 40
     assert not gate.go_on.is_set()
@@ -176,7 +188,7 @@ def test_close_gives_up_planning_and_leaves_no_thread(monkeypatch):
     monkeypatch.setattr(search.stream, "plan_step", gate)
     with StreamingPlanner(*job, SMALL) as stream:
         add_all(stream, batch)
-        assert gate.begun.wait(30)
+        assert gate.begun.wait(PATIENCE_S)
         stream._closed.set()
         gate.go_on.set()
     assert not live_workers()

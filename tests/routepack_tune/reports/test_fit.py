@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+from patience import PATIENCE_S
 
 from costmodels import FitParams
 from costmodels.learned.residual import Residual
@@ -25,7 +26,7 @@ from costmodels.learned.validation import HeldOut, error_summary
 from costmodels.operations import OPERATIONS
 from profiler import DeviceFingerprint, Measurements, RoutePackError
 from profiler.cases.case import case_id, causal_pairs
-from routepack_tune import fit, summaries
+from routepack_tune import facts, fit, summaries
 from routepack_tune.reports.figures import panels, plot_bars
 from routepack_tune.reports.fit import (
     MOST_POINTS,
@@ -147,6 +148,10 @@ def test_table_shows_every_split_and_contestant(done):
         report = done.model.validation[operation]["unseen sizes"]["model"]
         shown = f"{report['median_pct']:.1f} / {report['p95_pct']:.1f}"
         assert any(line.startswith(f"{operation}, unseen sizes") and line.endswith(shown) for line in lines)
+    told = facts.cost_model_facts(done.model, done.out)
+    assert set(told) == {"costmodel", "held_out", "reasons", "notes", "report"}  # as docs/tuning.md says
+    assert json.loads(json.dumps(facts.finite(told), default=str))["report"] == str(done.out / REPORT_FILE)
+    assert len(told["held_out"]) == len(list(error_lines(done.model.validation)))
     said = summaries.cost_model_summary(done.model, done.out)
     assert all(line in said for line in lines)
     assert str(done.out / REPORT_FILE) in said
@@ -338,7 +343,11 @@ def test_registered_model_answers_by_name_in_another_process(done):
     (version,) = store.search_model_versions(f"name = '{REGISTERED_PREFIX}{done.model.spec.name}'")
     uri = f"models:/{version.name}/{version.version}"
     ran = subprocess.run(
-        [sys.executable, "-c", LOAD, own_uri(done.out), uri], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", LOAD, own_uri(done.out), uri],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     answer = json.loads(ran.stdout.splitlines()[-1])

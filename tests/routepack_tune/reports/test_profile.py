@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from profiler import DeviceFingerprint, Measurements
 from profiler.cases.case import case_id, causal_pairs
@@ -251,7 +252,7 @@ def test_the_page_opens_in_a_browser(tmp_path, plain):
     assert text.rstrip().endswith("</html>")
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
     shot = [browser, *options, "--window-size=1000,4000", f"--screenshot={image}", path.as_uri()]
-    subprocess.run(shot, capture_output=True, timeout=60, check=True)
+    subprocess.run(shot, capture_output=True, timeout=PATIENCE_S, check=True)
     import matplotlib.image
 
     pixels = matplotlib.image.imread(image)[..., :3]

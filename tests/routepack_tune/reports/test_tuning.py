@@ -9,6 +9,7 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from patience import PATIENCE_S
 
 from routepack_tune.reports.figures import save_png
 from routepack_tune.reports.tuning import best_so_far, outcomes, pictures, tuning_page
@@ -134,7 +135,7 @@ def browse(chromium, page, folder, *arguments):
     return subprocess.run(
         [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", *arguments,
          page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=True,
     ).stdout  # fmt: skip
 
 

@@ -137,6 +137,90 @@ def test_minus_one_is_unknown_and_adds_no_load():
     assert batch.expert_counts[1].sum() == 3 * 2 * 4
 
 
+def test_rows_of_one_expert_are_padding_and_counted(caplog):
+    caplog.set_level("INFO", "routepack_tune")
+    arrays = routes((4, 60), dtype=np.uint8)
+    arrays["expert_ids"][[3, 63]] = 0  # verl: the last token of a sample is never routed
+    arrays["expert_ids"][10:40] = 0  # a prefix from the cache
+    arrays["expert_ids"][40] = 5
+    with warnings.catch_warnings(action="error"):
+        batch = batch_from_arrays(arrays, SPEC, "some.npz")
+    assert batch.known_tokens.tolist() == [3, 28]
+    assert (batch.expert_counts.sum(axis=2) == 2 * np.array([[3], [28]])).all()
+    assert "some.npz: 33 of 64 rows of routes are padding" in caplog.text
+    wrapped = routes(dtype=np.uint8)
+    wrapped["expert_ids"][3] = -1 % 256  # 8 bits without a sign hold no -1
+    assert batch_from_arrays(wrapped, SPEC).known_tokens.tolist() == [3, 6]
+
+
+def test_top_1_ends_of_zero_are_padding_only_where_that_is_certain(caplog):
+    caplog.set_level("INFO", "routepack_tune")
+    spec, arrays = make_spec(layers=3, experts=8, top_k=1), routes((4,) * 6)
+    arrays["expert_ids"] = arrays["expert_ids"][:, :, :1] % 7 + 1
+    ends = np.arange(3, 24, 4)
+    arrays["expert_ids"][ends] = 0
+    assert batch_from_arrays(arrays, spec).known_tokens.tolist() == [3] * 6
+    assert "6 of 24 rows" in caplog.text
+    arrays["expert_ids"][5] = 0  # a token that expert 0 took in all layers: then the ends may be such ones too
+    assert batch_from_arrays(arrays, spec).known_tokens.tolist() == [4] * 6
+    arrays["expert_ids"][5] = 1
+    arrays["expert_ids"][3] = 1  # one end was routed
+    assert batch_from_arrays(arrays, spec).known_tokens.tolist() == [4] * 6
+    few = routes((4,))
+    few["expert_ids"] = few["expert_ids"][:, :, :1] % 7 + 1
+    few["expert_ids"][3] = 0
+    assert batch_from_arrays(few, spec).known_tokens.tolist() == [4]
+
+
+def test_padded_routes_are_refused_with_the_line_that_helps():
+    ids = np.zeros((2, 6, 3, 2), np.uint8)
+    for arrays in (
+        {"lengths": [4, 6], "expert_ids": ids},
+        {"lengths": [4, 6], "expert_ids": ids, "offsets": [0, 4, 10]},
+    ):
+        with pytest.raises(RoutePackError, match=r"\[2, 6, 3, 2\].*expert_ids\[attention_mask.*give offsets"):
+            batch_from_arrays(arrays, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "numbers"),
+    [
+        (["b", "a"], [0, 1]),
+        (np.array(["x", "x"]), [0, 0]),
+        (np.array([b"x", b"\xff"]), [0, 1]),
+        (np.array([("u", 1), None], dtype=object), [0, 1]),
+        ([("u", 1), ("u", 1)], [0, 0]),
+        (np.array([7, 2**70], dtype=object), [0, 1]),
+        (np.array([7, -3], dtype=object), [7, -3]),
+        ([5.5, 5.5], [0, 0]),
+        (np.array([9, 9], np.uint8), [9, 9]),
+    ],
+)
+def test_prompts_are_told_apart_whatever_they_are(prompts, numbers):
+    found = batch_from_arrays(changed(prompt_ids=prompts), SPEC).prompt_ids
+    assert (found.dtype, found.tolist()) == (np.int64, numbers)
+
+
+def test_samples_are_named_by_anything_and_lists_are_no_names(tmp_path):
+    class Uid:
+        def __init__(self, name):
+            self.name = name
+
+        def __str__(self):
+            return self.name
+
+    batch = batch_from_arrays(changed(sample_ids=np.array([Uid("p"), Uid("q")])), SPEC)
+    assert batch.sample_ids.tolist() == ["p", "q"]
+    assert batch_from_arrays(changed(sample_ids=[b"p", b"q"]), SPEC).sample_ids.tolist() == ["p", "q"]
+    save_step_batch(tmp_path / "a.npz", batch)
+    assert load_step_batch(tmp_path / "a.npz", SPEC).sample_ids.tolist() == ["p", "q"]
+    with pytest.raises(RoutePackError, match=r"some: prompt_ids must be told apart .*numbers or text"):
+        batch_from_arrays(changed(prompt_ids=np.array([{}, []], dtype=object)), SPEC, "some")
+    np.savez(tmp_path / "b.npz", **changed(prompt_ids=np.array(["p", None])))
+    with pytest.raises(RoutePackError, match=r"Python objects.*dtype=str"):
+        load_step_batch(tmp_path / "b.npz", SPEC)
+
+
 def test_half_unknown_token_is_refused():
     arrays = routes(dtype=np.int8)
     arrays["expert_ids"][6, 1] = -1

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import optuna
 import pytest
+from patience import PATIENCE_S
 from strategies import make_tables
 
 from costmodels import StepTables, tables_key
@@ -156,7 +157,7 @@ def test_killed_tune_goes_on_and_loses_no_trial(job):
     command = [sys.executable, "-m", "routepack_tune", "tune", job.steps, "--costmodel", job.costmodel, "--config",
                job.config, "--out", out, "--trials"]  # fmt: skip
     running = subprocess.Popen([*map(str, command), "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while finished_trials(out / "study.journal") < 2 and time.monotonic() < deadline:
         assert running.poll() is None
         time.sleep(0.05)
@@ -192,12 +193,12 @@ def test_ctrl_c_ends_all_workers_and_leaves_no_trial_running(job):
     running = subprocess.Popen(
         [*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while finished_trials(out / "study.journal") < 2 and time.monotonic() < deadline:
         assert running.poll() is None
         time.sleep(0.05)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the whole group
-    _, said = running.communicate(timeout=60)
+    _, said = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130
     assert "the same command continues" in said
     assert "Traceback" not in said

@@ -110,7 +110,7 @@ def draw(costs, state, rng):
 
 
 @given(problems())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_every_swap_equals_rescoring(drawn):
     problem, rows, rank_LE, costs, state = start(drawn, proxies=2)
     rng = seed_state(int(drawn[1].integers(1 << 30)))
@@ -133,7 +133,7 @@ def test_every_swap_equals_rescoring(drawn):
 
 
 @given(problems())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_chain_keeps_cap_and_counts_and_reports_its_best(drawn):
     problem, rows, rank_LE, costs, state = start(drawn)
     costs.scalars[0] = cap = int(state.cell_tokens.max())

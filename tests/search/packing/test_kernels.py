@@ -83,7 +83,7 @@ def _compiled():
 
 
 @given(problems())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_packing_move_equals_reevaluation(drawn):
     problem, rng, rows, placement, costs, state = start(drawn)
     state_rng = seed_state(int(rng.integers(1 << 30)))
@@ -102,7 +102,7 @@ def test_every_packing_move_equals_reevaluation(drawn):
 
 
 @given(problems())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_an_exchange_is_priced_exactly_up_to_what_it_may_cost(drawn):
     problem, rng, _, _, costs, state = start(drawn)
     unit = 10**15
@@ -124,7 +124,7 @@ def test_an_exchange_is_priced_exactly_up_to_what_it_may_cost(drawn):
 
 
 @given(problems())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_equal_count_mode_never_changes_a_slots_count(drawn):
     problem, _, _, _, costs, state = start(drawn)
     slots = problem.num_slots
@@ -136,7 +136,7 @@ def test_equal_count_mode_never_changes_a_slots_count(drawn):
 
 
 @given(problems())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_annealing_keeps_cap_and_cells_and_reports_its_best(drawn):
     problem, _, rows, placement, costs, state = start(drawn)
     cap = int(state.cell_tokens.max())
@@ -153,7 +153,7 @@ def test_annealing_keeps_cap_and_cells_and_reports_its_best(drawn):
 
 
 @given(problems())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_loads_too_large_for_16_bits_are_packed_the_same(drawn):
     problem, _, _, placement, costs, state = start(drawn)
     assert costs.loads.dtype == np.uint16
@@ -173,7 +173,7 @@ def layer_ns(problem, costs, rank_of):
 
 
 @given(problems())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_placement_swap_equals_reevaluation(drawn):
     problem, rng, rows, placement, _, state = start(drawn)
     ranks = ranks_of_slots(placement, problem.num_ranks)
@@ -193,7 +193,7 @@ def test_every_placement_swap_equals_reevaluation(drawn):
 
 
 @given(problems())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_improved_layer_is_no_worse_and_a_bijection(drawn):
     problem, rng, rows, placement, _, state = start(drawn)
     ranks, move_ns = ranks_of_slots(placement, problem.num_ranks), int(rng.integers(0, 200))
@@ -206,7 +206,7 @@ def test_improved_layer_is_no_worse_and_a_bijection(drawn):
 
 
 @given(problems())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_layers_sum_to_the_experts_share_of_the_plan(drawn):
     problem, _, rows, placement, costs, state = start(drawn)
     assume(problem.blocks_per_unit == 1)  # coupled blocks wait for one another: the layers' sum is only a guide there
@@ -219,7 +219,7 @@ def test_layers_sum_to_the_experts_share_of_the_plan(drawn):
 
 
 @given(problems())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_sample_loads_equal_a_loop(drawn):
     problem, rng = drawn
     ranks = ranks_of_slots(random_placement(rng, problem), problem.num_ranks)

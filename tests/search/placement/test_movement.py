@@ -154,7 +154,7 @@ def test_alternating_loads_do_not_flap():
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_relabelling_keeps_groups_and_loses_no_resident(seed):
     rng = np.random.default_rng(seed)
     ranks, home = (np.stack([rng.permutation(np.repeat(np.arange(4), 2)) for _ in range(3)]) for _ in range(2))

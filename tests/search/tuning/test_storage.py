@@ -5,6 +5,7 @@ import multiprocessing
 from dataclasses import replace
 
 import pytest
+from patience import PATIENCE_S
 from small_tasks import make_task, warm_processes
 
 from profiler import RoutePackError
@@ -121,7 +122,7 @@ def test_a_line_that_a_kill_left_half_is_cut_off(tmp_path):
 
 def _open_all(storages, barrier):
     for storage in storages:
-        barrier.wait(120)
+        barrier.wait(PATIENCE_S)
         study = open_study(make_task(), storage, "s")
         study.set_user_attr(f"was here {multiprocessing.current_process().name}", True)
 
