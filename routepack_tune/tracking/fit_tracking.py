@@ -56,7 +56,7 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
         with tempfile.TemporaryDirectory() as temporary:
             clean = Path(temporary) / "costmodel"
             # The default store lies in the same folder: it must not be logged into itself.
-            shutil.copytree(folder, clean, ignore=shutil.ignore_patterns(f"{DATABASE}*", ARTIFACTS))
+            shutil.copytree(folder, clean, ignore=shutil.ignore_patterns(f"{DATABASE}*", f".{DATABASE}*", ARTIFACTS))
             for picture, svg in pictures.items():
                 write_text(Path(temporary) / PICTURES / f"{picture}.svg", svg)
             if pictures:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from profiler.errors import RoutePackError
 from routepack_tune.config import check_tracking_uri, without_password
-from routepack_tune.tracking.store import KIND, SQLITE, Store, log_pyfunc, quiet_mlflow, what_mlflow_said
+from routepack_tune.tracking.database import database_path
+from routepack_tune.tracking.store import KIND, Store, log_pyfunc, quiet_mlflow, what_mlflow_said
 
 CHAMPION, PREVIOUS = "champion", "previous"
 
@@ -70,7 +71,7 @@ def rollback(name: str, tracking_uri: str | None = None) -> RolledBack:
             "sqlite:///STUDY/mlflow.db."
         )
     check_tracking_uri(uri)
-    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
+    if (path := database_path(uri)) and not path.is_file():
         raise RoutePackError(f"{uri} is no file: nothing was registered there. Give the store of the registry.")
     mlflow = quiet_mlflow()
     try:

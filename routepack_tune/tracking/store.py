@@ -19,7 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from profiler.errors import RoutePackError
 from routepack_tune.config import check_tracking_uri, without_password
+from routepack_tune.tracking.database import database_path, make_database
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "artifacts"
@@ -54,7 +56,9 @@ def quiet_mlflow() -> Any:
 
 
 def what_mlflow_said(error: Exception) -> str:
-    """Return an error of MLflow or its store as one short line without passwords."""
+    """Return an error of MLflow or its store as one short line without passwords; what we say ourselves as it is."""
+    if isinstance(error, RoutePackError):
+        return str(error)
     return without_password(" ".join(str(error).split()))[:300]
 
 
@@ -80,7 +84,10 @@ class Store:
 
     @cached_property
     def client(self) -> Any:
-        """MLflow's client."""
+        """MLflow's client; an SQLite database is made first."""
+        quiet_mlflow()
+        if path := database_path(self.uri):
+            make_database(path)
         return quiet_mlflow().MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     @cached_property
@@ -88,9 +95,8 @@ class Store:
         """The experiment's id; it is made if need be. A SQLite store gets an artifact folder beside its file."""
         found = self.client.get_experiment_by_name(self.experiment)
         if found is None:
-            location = None
-            if self.uri.startswith(SQLITE):
-                location = (Path(self.uri.removeprefix(SQLITE)).resolve().parent / ARTIFACTS).as_uri()
+            path = database_path(self.uri)
+            location = (path.resolve().parent / ARTIFACTS).as_uri() if path else None
             try:
                 return str(self.client.create_experiment(self.experiment, artifact_location=location))
             except Exception:  # another process made it between the two calls
