@@ -65,12 +65,25 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
                 client.log_artifact(run_id, str(clean / REPORT_FILE))
             signature = infer_signature(example, predict_frame(model, example))
             how = {"signature": signature, "input_example": example}
-            version = log_pyfunc(store, run_id, "costmodel", "pyfunc_costmodel.py", clean, name, **how)
+            tags = {"model": model.spec.name, "device": model.fingerprint.name, "data": model.data_hash}
+            version = log_pyfunc(
+                store, run_id, "costmodel", "pyfunc_costmodel.py", clean, name, tags, cost_model_note(model), **how
+            )
             promote(client, name, version)
     except Exception:
         client.set_terminated(run_id, status="FAILED")
         raise
     client.set_terminated(run_id, status="FINISHED")
+
+
+def cost_model_note(model: CostModel) -> str:
+    """Return what the registered version says of itself."""
+    device, timed = model.fingerprint, ", ".join(sorted({op for op, _ in model.models}))
+    return (
+        f"Cost model of RoutePack-Tune for {model.spec.name}: times of {timed} on {device.name}, learned from times "
+        f"{device.origin} there. Its errors on sizes it had not seen are metrics of the run and in "
+        "`costmodel-report.html`. `predict` takes `op`, `direction` and the operation's features by name."
+    )
 
 
 def fit_facts(model: CostModel) -> dict[str, Any]:

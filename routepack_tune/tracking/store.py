@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import sqlite3
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from typing import Any
 from profiler.errors import RoutePackError
 from routepack_tune.config import check_tracking_uri, without_password
 from routepack_tune.tracking.database import database_path, make_database
+from routepack_tune.tracking.describe import ABOUT_EXPERIMENT
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "artifacts"
@@ -42,6 +44,10 @@ MOST_METRICS = 900
 """A request holds at most 1000 entities."""
 KIND, STUDY, TRIAL, STATE, REASON = (f"routepack.{name}" for name in ("kind", "study", "trial", "state", "reason"))
 """Tags by which runs are found again."""
+NOTE = "mlflow.note.content"
+"""Tag that MLflow shows as a description."""
+EXPERIMENT_TAGS = {NOTE: ABOUT_EXPERIMENT, "mlflow.experimentKind": "custom_model_development"}
+"""The kind has MLflow open the table of runs: else it opens the page of traces of language models."""
 
 
 def quiet_mlflow() -> Any:
@@ -53,6 +59,14 @@ def quiet_mlflow() -> Any:
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return mlflow
+
+
+def mlflow_errors() -> tuple[type[Exception], ...]:
+    """Return what MLflow, its database, its server and its files raise."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return MlflowException, SQLAlchemyError, sqlite3.Error, OSError  # of which the client's errors of HTTP are
 
 
 def what_mlflow_said(error: Exception) -> str:
@@ -98,7 +112,7 @@ class Store:
             path = database_path(self.uri)
             location = (path.resolve().parent / ARTIFACTS).as_uri() if path else None
             try:
-                return str(self.client.create_experiment(self.experiment, artifact_location=location))
+                return str(self.client.create_experiment(self.experiment, location, EXPERIMENT_TAGS))
             except Exception:  # another process made it between the two calls
                 found = self.client.get_experiment_by_name(self.experiment)
                 if found is None:
@@ -106,8 +120,17 @@ class Store:
         return str(found.experiment_id)
 
     def create_run(self, name: str, tags: Mapping[str, str]) -> str:
-        """Begin a run and return its id."""
-        return str(self.client.create_run(self.experiment_id, run_name=name, tags=dict(tags)).info.run_id)
+        """Begin a run and return its id; its source is the verb that it is of."""
+        tags = {"mlflow.source.name": f"routepack {name.split()[0]}", "mlflow.source.type": "LOCAL", **tags}
+        return str(self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id)
+
+    @property
+    def runs_page(self) -> str:
+        """Address of the experiment's table of runs on a server; empty for any other store."""
+        if not self.uri.startswith(("http://", "https://")):
+            return ""
+        page = f"#/experiments/{self.experiment_id}/runs?workflowType=machine_learning"
+        return f"{without_password(self.uri).rstrip('/')}/{page}"
 
     def find(self, condition: str) -> list[Any]:
         """Return all runs of the experiment under a condition, oldest first."""
@@ -172,10 +195,21 @@ def tracking_at(mlflow: Any, uri: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def log_pyfunc(store: Store, run_id: str, name: str, code: str, folder: Path | str, registered: str, **how: Any) -> str:
+def log_pyfunc(
+    store: Store,
+    run_id: str,
+    name: str,
+    code: str,
+    folder: Path | str,
+    registered: str,
+    tags: Mapping[str, str],
+    note: str,
+    **how: Any,
+) -> str:
     """Log a folder as a model whose code is the file ``code`` beside this one; return its version in the registry.
 
-    The folder becomes the model's artifact ``name``; models from code hold no pickle.
+    The folder becomes the model's artifact ``name``; models from code hold no pickle. The version has ``tags`` from the
+    start, and a ``note`` as its description.
     """
     mlflow = quiet_mlflow()
     # MLflow announces every registration on stderr; the verbs print their own lines.
@@ -189,11 +223,12 @@ def log_pyfunc(store: Store, run_id: str, name: str, code: str, folder: Path | s
             name=name,
             python_model=str(Path(__file__).with_name(code)),
             artifacts={name: str(folder)},
-            registered_model_name=registered,
             pip_requirements=["routepack-tune"],
             **how,
         )
-    return str(logged.registered_model_version)
+        version = str(mlflow.register_model(logged.model_uri, registered, tags=dict(tags)).version)
+    store.client.update_model_version(registered, version, note)
+    return version
 
 
 def _key(name: str) -> str:
