@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 from profiler.errors import RoutePackError
 from profiler.files import read_json
-from routepack_tune.bundle import PLANNER_FILE
 from routepack_tune.config import check_tracking_uri, without_password
 from routepack_tune.tracking.database import database_path
 from routepack_tune.tracking.describe import ABOUT_PLANNERS, PLANNER_TAG, version_note, version_tags
 from routepack_tune.tracking.store import KIND, Store, log_pyfunc, mlflow_errors, quiet_mlflow, what_mlflow_said
 
 CHAMPION, PREVIOUS = "champion", "previous"
+PLANNER_FILE = "planner.yaml"
+"""As in :mod:`routepack_tune.bundle`, which fetches bundles from here."""
 _SHOWN = 10
 """Names shown of what is registered."""
 
@@ -169,7 +170,7 @@ def download_bundle(model_uri: str) -> Path:
     except mlflow_errors() as error:
         where = without_password(mlflow.get_tracking_uri())
         raise RoutePackError(f"{model_uri} cannot be had from {where}: {what_mlflow_said(error)}") from None
-    found = sorted(folder.glob("artifacts/*/planner.yaml"))
+    found = sorted(folder.glob(f"artifacts/*/{PLANNER_FILE}"))
     if not found:
         raise RoutePackError(f"{model_uri} holds no bundle. Register one with `routepack deploy --register NAME`.")
     return found[0].parent

@@ -161,7 +161,7 @@ def open_study(task: TuneTask, storage: str, study_name: str, *, new_study: bool
 
 
 def task_facts(task: TuneTask) -> dict[str, str]:
-    """Return what a reader of the storage, such as Optuna Dashboard, should know of a study; the signature is for us."""
+    """Return what readers of the storage, such as Optuna Dashboard, see of a study: the signature is for us."""
     sizes = {name: size for name, size in asdict(task.topology).items() if size != 1}
     return {
         "model": task.spec.name,
