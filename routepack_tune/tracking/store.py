@@ -46,8 +46,6 @@ KIND, STUDY, TRIAL, STATE, REASON = (f"routepack.{name}" for name in ("kind", "s
 """Tags by which runs are found again."""
 NOTE = "mlflow.note.content"
 """Tag that MLflow shows as a description."""
-EXPERIMENT_TAGS = {NOTE: ABOUT_EXPERIMENT, "mlflow.experimentKind": "custom_model_development"}
-"""The kind has MLflow open the table of runs: else it opens the page of traces of language models."""
 
 
 def quiet_mlflow() -> Any:
@@ -112,7 +110,7 @@ class Store:
             path = database_path(self.uri)
             location = (path.resolve().parent / ARTIFACTS).as_uri() if path else None
             try:
-                return str(self.client.create_experiment(self.experiment, location, EXPERIMENT_TAGS))
+                return str(self.client.create_experiment(self.experiment, location, {NOTE: ABOUT_EXPERIMENT}))
             except Exception:  # another process made it between the two calls
                 found = self.client.get_experiment_by_name(self.experiment)
                 if found is None:
