@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from profiler.files import content_hash
+from routepack_tune.reports.page import in_words
 
 NUMBERS = {
     "step_time_s": "step time, s (predicted)",
@@ -53,12 +54,6 @@ def number_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     return {f"{name}_{when}": pair[k] for name, pair in numbers.items() for k, when in enumerate(("before", "after"))}
 
 
-def topology_words(topology: Mapping[str, int]) -> str:
-    """Return the sizes of a topology that are not 1, in words."""
-    sizes = [f"{name.replace('_', ' ').removesuffix(' size')} {size}" for name, size in topology.items() if size != 1]
-    return ", ".join(sizes) or "one rank"
-
-
 def study_note(document: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """Return what a study's run says of itself."""
     what = "The default settings are" if summary["export"] == "defaults" else f"Trial {summary['best']['number']} is"
@@ -98,7 +93,7 @@ def version_tags(bundle: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[
     return {
         PLANNER_TAG: planner_hash(bundle),
         "model": bundle["model"]["name"],
-        "topology": topology_words(bundle["topology"]),
+        "topology": in_words(bundle["topology"]),
         "device": f"{device['name']} ({device['origin']})",
         "export": exported,
         "study": provenance["study"],
@@ -108,7 +103,7 @@ def version_tags(bundle: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[
 
 def _job(config: Mapping[str, Any]) -> str:
     cap = config["max_tokens_per_microbatch"]
-    return f"{config['model']['name']}, {topology_words(config['topology'])}, microbatches of at most {cap} tokens."
+    return f"{config['model']['name']}, {in_words(config['topology'])}, microbatches of at most {cap} tokens."
 
 
 def _device(fingerprint: Mapping[str, Any]) -> str:
