@@ -12,7 +12,7 @@ import numpy as np
 
 from routepack_tune.environment import version
 from routepack_tune.reports.comparison import Outcome, RankLoad
-from routepack_tune.reports.figures import ABOVE, AFTER, ATTENTION, EXPERTS, INK, REST, as_svg, folded, panels
+from routepack_tune.reports.figures import ABOVE, AFTER, ATTENTION, EXPERTS, REST, as_svg, folded, panels
 from routepack_tune.reports.page import Block, Section, Table, Tile, in_words, page
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ EXPLAINED = (
 )
 
 
+ON_WHITE = "#333f4a"
+"""Colour of words on the middle of the scale, which is white on dark pages too."""
 PALE = 0.2
 """Share of the colour scale below which a picture of loads looks empty: words say what it shows."""
 
@@ -132,6 +134,6 @@ def plot_rank_load(load: RankLoad, title: str, limit: float, ax: Axes) -> None:
     ax.set(xlabel="EP rank", ylabel="MoE layer", title=title)
     off = float(np.abs(load.relative_LP - 1).max(initial=0.0))
     if off <= PALE * (limit - 1):
-        middle: dict[str, Any] = {"ha": "center", "va": "center", "color": INK, "transform": ax.transAxes}
+        middle: dict[str, Any] = {"ha": "center", "va": "center", "color": ON_WHITE, "transform": ax.transAxes}
         ax.text(0.5, 0.5, f"all within {max(1, math.ceil(100 * off - 1e-9))} % of the mean", **middle)
     ax.figure.colorbar(image, ax=ax, fraction=0.05, pad=0.03).outline.set_visible(False)

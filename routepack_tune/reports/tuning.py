@@ -213,12 +213,12 @@ def plot_history(history: Sequence[Mapping[str, Any]], ax: Axes) -> None:
             if trial["state"] == state
         }
         if placed:
-            style: dict[str, Any] = {"markersize": 5, "markerfacecolor": "none", "clip_on": False}
+            style: dict[str, Any] = {"markersize": 5, "clip_on": False}
             ax.plot(list(placed), list(placed.values()), marker, color=colour, label=STATES[state], **style)
     ax.set_ylim(top=top)
     ax.locator_params(axis="x", integer=True)
     ax.set(xlabel="trial", ylabel="cost / default settings")
-    ax.legend(ncols=3, **ABOVE)
+    ax.legend(ncols=6, **ABOVE)
 
 
 def plot_pareto(front: Sequence[Mapping[str, Any]], ax: Axes) -> None:
