@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEP, PLAN = "predicted step times", "measured planning times"
+TRIALS_A_SETTING = 10
+"""Complete trials a setting below which importances are called rough."""
 STATES = {
     "complete": "complete",
     "pruned": "stopped early",
@@ -40,8 +42,6 @@ STATES = {
     "duplicate": "duplicates skipped",
     "failed": "failed",
 }
-TRIALS_A_SETTING = 10
-"""Complete trials a setting below which importances are called rough."""
 BATCHES = {
     "batch": "{name}",
     "": "{kind}",

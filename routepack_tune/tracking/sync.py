@@ -251,8 +251,8 @@ def outcome_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         "holdout_best_objective": holdout["best_value"],
         "holdout_default_settings_objective": holdout["default_value"],
         **{f"holdout_{name}": holdout[name] for name in ("gain_pct", "low_pct", "high_pct")},
-        **number_metrics(summary),
         **{f"overhead_{name}": value for name, value in summary["overhead"].items()},
         **{f"trials_{state}": count for state, count in summary["trials"].items()},
+        **number_metrics(summary),
     }
     return {name: float(value) for name, value in numbers.items() if value is not None}

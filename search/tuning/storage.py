@@ -170,8 +170,8 @@ def task_facts(task: TuneTask) -> dict[str, str]:
         "tuned on": ", ".join(task.names[i] for i in task.tuned),
         "held out": ", ".join(task.names[i] for i in task.held_out) or "nothing",
         "cost": (
-            "mean over batches of (predicted step time + predicted moves of experts + measured planning time beyond "
-            f"{task.params.hidden_planning_s:g} s), over the same of the default settings; less is better"
+            "mean over batches of (predicted step time + predicted moves of experts + measured planning time that the "
+            "job's slack does not hide), over the same of the default settings; less is better"
         ),
     }
 

@@ -143,6 +143,7 @@ def registered_again(study, bundle, client):
     assert version.tags["model"] == "tiny"
     assert version.tags["export"] == "defaults"
     assert version.tags["study"] == document["study_name"]
+    assert version.tags["step and moves gain"] == "+0.00%"
     before, after = version.tags["step_time_s"].split(" -> ")
     assert before == after  # the defaults are exported
     for part in ("data parallel 2, expert model parallel 2", "at most 256 tokens", "load_planner(", "planning, s"):

@@ -180,6 +180,7 @@ def test_parent_run_tells_before_and_after(track, store):
     assert run.data.metrics["gap_to_bound_after"] == pytest.approx(1.4)
     assert run.data.metrics["plan_s_before"] == run.data.metrics["plan_s_after"] == 0.1
     assert run.data.metrics["move_s_after"] == 0
+    assert run.data.metrics["step_and_moves_gain_pct"] == pytest.approx(20.0)
     note = run.data.tags["mlflow.note.content"]
     assert note.startswith("**Trial 1 is exported.** Trial 1: it is good.")
     assert "| step time, s (predicted) | 1.5 | 1.2 |" in note
