@@ -29,6 +29,10 @@ ABOUT_PLANNERS = (
     "Planners of RoutePack-Tune: each version is a bundle, the settings and frozen times with which a training job "
     "plans its steps. `@champion` is the one to train with, `@previous` the one to go back to (`routepack rollback`)."
 )
+ABOUT_COST_MODELS = (
+    "Cost models of RoutePack-Tune: the times of a model's operations on a device, learned from timings. `@champion` "
+    "is the latest, `@previous` the one before."
+)
 ABOUT_EXPERIMENT = (
     "Studies of RoutePack-Tune: one run a study, with a nested run for every trial; fits of cost models are runs of "
     "their own. Metrics that end in `_before` are of the planner's default settings, in `_after` of what is exported, "

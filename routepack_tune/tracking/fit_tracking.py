@@ -21,8 +21,9 @@ from profiler.errors import RoutePackError
 from profiler.files import write_text
 from routepack_tune.config import without_password
 from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines, gains
+from routepack_tune.tracking.describe import ABOUT_COST_MODELS
 from routepack_tune.tracking.registry import promote
-from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, Store, log_pyfunc, what_mlflow_said
+from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, NOTE, Store, log_pyfunc, what_mlflow_said
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
@@ -50,7 +51,7 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
     client, example = store.client, input_example(model)
     from mlflow.models import infer_signature  # after the client: importing MLflow is quiet from there on
 
-    run_id = store.create_run(f"fit {model.spec.name}", {KIND: "fit"})
+    run_id = store.create_run(f"fit {model.spec.name}", {KIND: "fit", NOTE: cost_model_note(model)})
     try:
         store.log(run_id, fit_facts(model), fit_metrics(model))
         with tempfile.TemporaryDirectory() as temporary:
@@ -69,7 +70,7 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
             version = log_pyfunc(
                 store, run_id, "costmodel", "pyfunc_costmodel.py", clean, name, tags, cost_model_note(model), **how
             )
-            promote(client, name, version)
+            promote(client, name, version, ABOUT_COST_MODELS)
     except Exception:
         client.set_terminated(run_id, status="FAILED")
         raise

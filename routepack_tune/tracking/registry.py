@@ -52,9 +52,7 @@ def register_bundle(bundle: Path | str, name: str, uri: str, document: Mapping[s
         run_id = _run_of_study(store, tracking.get("run_id", ""), name)
         note, how = version_note(held, summary, name), {"signature": planner_signature()}
         version = log_pyfunc(store, run_id, "bundle", "pyfunc_planner.py", bundle, name, tags, note, **how)
-        if not client.get_registered_model(name).description:
-            client.update_registered_model(name, ABOUT_PLANNERS)
-        promote(client, name, version)
+        promote(client, name, version, ABOUT_PLANNERS)
     except mlflow_errors() as error:
         raise RoutePackError(
             f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {what_mlflow_said(error)} "
@@ -93,8 +91,13 @@ def planner_signature() -> Any:
     return ModelSignature(inputs=Schema([ColSpec(DataType.string)]), outputs=Schema([ColSpec(AnyType())]))
 
 
-def promote(client: Any, name: str, version: str) -> None:
-    """Make a version the champion; the champion so far becomes the previous one."""
+def promote(client: Any, name: str, version: str, about: str = "") -> None:
+    """Make a version the champion; the champion so far becomes the previous one.
+
+    A model that nobody has described is described by ``about``.
+    """
+    if about and not client.get_registered_model(name).description:
+        client.update_registered_model(name, about)
     before = _version_of(client, name, CHAMPION)
     client.set_registered_model_alias(name, CHAMPION, version)
     if before and before != version:
