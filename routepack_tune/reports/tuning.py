@@ -14,18 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
-from routepack_tune.reports.figures import (
-    ABOVE,
-    AFTER,
-    ATTENTION,
-    BEFORE,
-    DOUBTFUL,
-    EXPERTS,
-    INK,
-    as_svg,
-    panels,
-    plot_bars,
-)
+from routepack_tune.reports.figures import ABOVE, AFTER, ATTENTION, BEFORE, EXPERTS, INK, as_svg, panels, plot_bars
 from routepack_tune.reports.page import Section, Table, Tile, as_table, page, verdict
 
 if TYPE_CHECKING:
@@ -196,8 +185,8 @@ def _roughness(summary: Mapping[str, Any]) -> str:
 def plot_history(history: Sequence[Mapping[str, Any]], ax: Axes) -> None:
     """Draw every trial and the best so far; those stopped early at the mean of the batches they saw.
 
-    What has no place on the scale of the complete trials stands at its upper edge: infeasible and failed trials, which
-    have no cost, and those stopped early beyond it.
+    What has no place on the scale of the complete trials stands at its upper edge: infeasible ones, which have no cost,
+    and those stopped early beyond it.
     """
     best = best_so_far(history)
     values = [trial["value"] for trial in sorted(history, key=lambda trial: trial["number"]) if trial["number"] in best]
@@ -206,7 +195,7 @@ def plot_history(history: Sequence[Mapping[str, Any]], ax: Axes) -> None:
     ax.axhline(1.0, color=INK, linewidth=0.8, linestyle=":", label="default settings")
     ax.plot(best.index, values, "o", color=BEFORE, label="complete")
     ax.step(best.index, best, where="post", color=AFTER, label="best so far", linewidth=2)
-    for state, marker, colour in (("pruned", "v", ATTENTION), ("infeasible", "x", EXPERTS), ("failed", "P", DOUBTFUL)):
+    for state, marker, colour in (("pruned", "v", ATTENTION), ("infeasible", "x", EXPERTS)):
         placed = {
             trial["number"]: top if trial["value"] is None else min(trial["value"], top)
             for trial in history

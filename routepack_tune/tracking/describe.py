@@ -90,8 +90,7 @@ def version_note(bundle: Mapping[str, Any], summary: Mapping[str, Any], name: st
     """Return what a registered version says of itself, in one paragraph."""
     told = [_job(bundle), _device(bundle["fingerprint"])]
     provenance = bundle["provenance"]
-    what = "the default settings" if provenance["export"] == "defaults" else f"trial {provenance['trial']}"
-    told.append(f"It holds {what} of study {provenance['study']}. {provenance['export_reason']}")
+    told.append(f"It holds {_exported(provenance)} of study {provenance['study']}. {provenance['export_reason']}")
     if numbers := before_and_after(summary):
         pairs = [f"{NUMBERS[name]} {before:.4g} -> {after:.4g}" for name, (before, after) in numbers.items()]
         told.append(f"Held-out batches, default settings -> exported: {'; '.join(pairs)}.")
@@ -104,17 +103,20 @@ def version_tags(bundle: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[
     numbers = before_and_after(summary)
     gain = {"step and moves gain": f"{gain_pct(numbers):+.2f}%"} if numbers else {}
     device, provenance = bundle["fingerprint"], bundle["provenance"]
-    exported = "defaults" if provenance["export"] == "defaults" else f"trial {provenance['trial']}"
     return {
         PLANNER_TAG: planner_hash(bundle),
         "model": bundle["model"]["name"],
         "topology": in_words(bundle["topology"]),
         "device": f"{device['name']} ({device['origin']})",
-        "export": exported,
+        "export": _exported(provenance),
         "study": provenance["study"],
         **gain,
         **{name: f"{before:.4g} -> {after:.4g}" for name, (before, after) in numbers.items()},
     }
+
+
+def _exported(provenance: Mapping[str, Any]) -> str:
+    return "the default settings" if provenance["export"] == "defaults" else f"trial {provenance['trial']}"
 
 
 def _job(config: Mapping[str, Any]) -> str:

@@ -141,7 +141,7 @@ def registered_again(study, bundle, client):
     document, uri = json.loads((study / "study.json").read_text()), own_uri(study)
     version = client.get_model_version("tiny", "1")
     assert version.tags["model"] == "tiny"
-    assert version.tags["export"] == "defaults"
+    assert version.tags["export"] == "the default settings"
     assert version.tags["study"] == document["study_name"]
     assert version.tags["step and moves gain"] == "+0.00%"
     before, after = version.tags["step_time_s"].split(" -> ")
