@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from profiler.errors import RoutePackError
 from profiler.files import read_json
 from routepack_tune.config import check_tracking_uri, without_password
-from routepack_tune.tracking.database import database_path
+from routepack_tune.tracking.database import database_path, make_database
 from routepack_tune.tracking.describe import ABOUT_PLANNERS, PLANNER_TAG, version_note, version_tags
 from routepack_tune.tracking.store import KIND, Store, log_pyfunc, mlflow_errors, quiet_mlflow, what_mlflow_said
 
@@ -168,6 +168,13 @@ def _version_of(client: Any, name: str, alias: str) -> str | None:
 def download_bundle(model_uri: str) -> Path:
     """Return the local folder of the bundle that ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION`` names."""
     mlflow = quiet_mlflow()
+    if path := database_path(mlflow.get_registry_uri()):
+        if not path.is_file():  # MLflow would make one here, on a machine that wants to read
+            raise RoutePackError(
+                f"{model_uri} cannot be had: {path} is no file, nothing was registered there. Set MLFLOW_TRACKING_URI "
+                "to the registry's store."
+            )
+        make_database(path)
     try:
         folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri))
     except mlflow_errors() as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
+import sqlite3
 
 import pytest
 
@@ -12,6 +14,7 @@ from profiler import RoutePackError
 from routepack_tune import load_planner, tune
 from routepack_tune.bundle import write_bundle
 from routepack_tune.cli import main
+from routepack_tune.tracking import database
 from routepack_tune.tracking.registry import (
     CHAMPION,
     PREVIOUS,
@@ -103,6 +106,19 @@ def test_rollback_without_a_server_is_one_line(tmp_path):
     with pytest.raises(RoutePackError, match=r"could not roll back 'tiny'.*try again") as caught:
         rollback("tiny", "http://me:secret@127.0.0.1:9")
     assert "secret" not in str(caught.value)
+
+
+def test_loading_makes_no_store_and_mends_a_half_made_one(tmp_path, monkeypatch):
+    path = tmp_path / "mlflow.db"
+    monkeypatch.setattr(database, "QUIET_S", 0.0)
+    with tracking_at(quiet_mlflow(), own_uri(tmp_path)):
+        with pytest.raises(RoutePackError, match=r"mlflow.db is no file.*Set MLFLOW_TRACKING_URI"):
+            load_planner("models:/tiny@champion")
+        assert not path.exists()
+        with contextlib.closing(sqlite3.connect(path)) as opened:
+            opened.execute("CREATE TABLE _alembic_tmp_experiments (experiment_id INTEGER)")
+        with pytest.raises(RoutePackError, match=r"models:/tiny@champion cannot be had from sqlite.*tiny"):
+            load_planner("models:/tiny@champion")
 
 
 def test_registered_bundle_resolves_by_alias_and_is_the_same(study_template, small_ranges, tmp_path, capsys):
