@@ -7,6 +7,7 @@ Every plot takes its data and the axes to draw on.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,10 +50,16 @@ def panels(width: float, height: float, *draws: Callable[[Axes], None], **how: A
     return figure
 
 
+def folded(name: str, width: int = 30) -> str:
+    """Return a name in lines that fit beside a bar; one without blanks is broken where it must be."""
+    return "\n".join(textwrap.wrap(name, width)) or name
+
+
 def plot_bars(values: Mapping[str, float], label: str, ax: Axes) -> None:
     """Draw named numbers as horizontal bars, the first on top."""
     names = list(values)[::-1]
-    ax.barh(names, [values[name] for name in names], color=AFTER, height=0.6)
+    ax.barh(range(len(names)), [values[name] for name in names], color=AFTER, height=0.6)
+    ax.set_yticks(range(len(names)), [folded(name) for name in names])
     ax.tick_params(axis="y", labelsize=8)
     ax.set_xlabel(label)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,21 @@ def as_table(records: Sequence[Mapping[str, Any]]) -> Table:
 
 def verdict(text: str, lead: str = "") -> Markup:
     """Return a sentence in full ink, with a bold word before it."""
+    from markupsafe import Markup
+
     return Markup("<p><b>{}</b> {}</p>").format(lead, text)
+
+
+def in_words(topology: Mapping[str, int]) -> str:
+    """Return the sizes of a topology that are not 1, in words."""
+    sizes = [f"{name.replace('_', ' ').removesuffix(' size')} {size}" for name, size in topology.items() if size != 1]
+    return ", ".join(sizes) or "one rank"
 
 
 def page(title: str, subtitle: str, sections: Sequence[Section], tiles: Sequence[Tile] = ()) -> str:
     """Return a whole page; facts without a value, empty blocks and sections without a block are left out."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     loader = PackageLoader("routepack_tune", "reports")
     template = Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template("page.html.j2")
     shown = [(title, mark, [block for block in map(_known, blocks) if block]) for title, mark, blocks in sections]

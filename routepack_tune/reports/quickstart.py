@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -12,8 +12,8 @@ import numpy as np
 
 from routepack_tune.environment import version
 from routepack_tune.reports.comparison import Outcome, RankLoad
-from routepack_tune.reports.figures import ABOVE, ATTENTION, EXPERTS, REST, as_svg, panels
-from routepack_tune.reports.page import Block, Section, Table, Tile, page
+from routepack_tune.reports.figures import ABOVE, AFTER, ATTENTION, EXPERTS, REST, as_svg, folded, panels
+from routepack_tune.reports.page import Block, Section, Table, Tile, in_words, page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,17 @@ COLUMNS = {
     "rows": "{rows}",
     "plan, s": "{plan_s:.3f}",
 }
-SHORT_NAMES = {"first-fit decreasing": "FFD", "Karmarkar-Karp": "KK", "RoutePack-Tune (tuned plan)": "RoutePack-Tune"}
+EXPLAINED = (
+    "A name says how samples are packed into rows, then where experts are: identity leaves them in place, LPT (longest "
+    "processing time first) places each expert, hottest first, on the least loaded rank. Rows are rounds of "
+    "microbatches; lost to imbalance is the share of the step in which ranks wait for slower ones."
+)
+
+
+ON_WHITE = "#333f4a"
+"""Colour of words on the middle of the scale, which is white on dark pages too."""
+PALE = 0.2
+"""Share of the colour scale below which a picture of loads looks empty: words say what it shows."""
 
 
 def quickstart_page(
@@ -50,7 +60,7 @@ def quickstart_page(
     ]
     facts = {
         "device priced": f"{device['name']} ({device['arch']}, {device['origin']})",
-        "configuration": json.dumps({k: v for k, v in study["config"]["topology"].items() if v != 1}),
+        "topology": in_words(study["config"]["topology"]),
         "token cap of a microbatch": str(planner.max_tokens),
         "tuned on": ", ".join(names["tuned"]),
         "held out (shown above)": ", ".join(names["holdout"]),
@@ -64,7 +74,7 @@ def quickstart_page(
     times = as_svg(panels(7.2, 0.62 * len(outcomes) + 1.2, partial(plot_time_split, outcomes)), "times")
     table = Table(COLUMNS, [asdict(one) for one in outcomes], tuned=[len(outcomes) - 1])
     sections: list[Section] = [
-        ("Predicted step time", "synthetic batches, predicted times", [times, table]),
+        ("Predicted step time", "synthetic batches, predicted times", [times, table, EXPLAINED]),
         ("Load of the expert-parallel ranks", "synthetic batches", _loads(*loads)),
         ("What to keep in mind", "", [notes]),
         ("Where it comes from", "", [facts]),
@@ -100,24 +110,21 @@ def _loads(before: RankLoad, after: RankLoad) -> list[Block]:
 
 
 def plot_time_split(outcomes: Sequence[Outcome], ax: Axes) -> None:
-    """Draw predicted step times, split into attention, experts and the rest."""
+    """Draw predicted step times, split into attention, experts and the rest; the last one is set off as ours."""
     left, y = np.zeros(len(outcomes)), np.arange(len(outcomes))[::-1]
+    ax.axhspan(y[-1] - 0.45, y[-1] + 0.45, color=AFTER, alpha=0.15, linewidth=0)
     for part, (label, colour) in PARTS.items():
         width = np.array([getattr(one, part) for one in outcomes])
         ax.barh(y, width, left=left, height=0.62, color=colour, label=label)
         left += width
+    beside: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
     for where, total in zip(y, left, strict=True):
-        ax.text(total, where, f" {total:.3g} s", va="center", fontsize=9)
-    ax.set_yticks(y, [short_name(one.planner) for one in outcomes])
-    ax.set(xlim=(0, left.max() * 1.14), xlabel="predicted step time, seconds")
+        weight = "bold" if where == y[-1] else "normal"
+        ax.annotate(f"{total:.3g} s", (total, where), fontsize=9, fontweight=weight, **beside)
+    ax.set_yticks(y, [folded(one.planner) for one in outcomes])
+    ax.get_yticklabels()[-1].set(color=AFTER, fontweight="bold")
+    ax.set(xlim=(0, left.max() * 1.14), ylim=(-0.5, len(outcomes) - 0.5), xlabel="predicted step time, seconds")
     ax.legend(ncols=3, **ABOVE)
-
-
-def short_name(planner: str) -> str:
-    """Return a planner's name as it fits under a bar."""
-    for long, short in SHORT_NAMES.items():
-        planner = planner.replace(long, short)
-    return planner
 
 
 def plot_rank_load(load: RankLoad, title: str, limit: float, ax: Axes) -> None:
@@ -125,4 +132,8 @@ def plot_rank_load(load: RankLoad, title: str, limit: float, ax: Axes) -> None:
     shades: dict[str, Any] = {"cmap": "RdBu_r", "vmin": 2 - limit, "vmax": limit}
     image = ax.imshow(load.relative_LP, aspect="auto", interpolation="nearest", **shades)
     ax.set(xlabel="EP rank", ylabel="MoE layer", title=title)
+    off = float(np.abs(load.relative_LP - 1).max(initial=0.0))
+    if off <= PALE * (limit - 1):
+        middle: dict[str, Any] = {"ha": "center", "va": "center", "color": ON_WHITE, "transform": ax.transAxes}
+        ax.text(0.5, 0.5, f"all within {max(1, math.ceil(100 * off - 1e-9))} % of the mean", **middle)
     ax.figure.colorbar(image, ax=ax, fraction=0.05, pad=0.03).outline.set_visible(False)

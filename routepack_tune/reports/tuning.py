@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEP, PLAN = "predicted step times", "measured planning times"
+TRIALS_A_SETTING = 10
+"""Complete trials a setting below which importances are called rough."""
 STATES = {
     "complete": "complete",
     "pruned": "stopped early",
@@ -187,27 +189,45 @@ def pictures(summary: Mapping[str, Any]) -> dict[str, Figure]:
         found["history"] = panels(7.2, 2.8, partial(plot_history, history))
     if shares := summary.get("importances"):
         ranked = {name: 100 * shares[name] for name in sorted(shares, key=shares.__getitem__, reverse=True)}
-        draw = partial(plot_bars, ranked, "share of the variation of the cost, %")
+        draw = partial(plot_bars, ranked, f"share of the variation of the cost, %{_roughness(summary)}")
         found["importances"] = panels(7.2, 0.28 * len(shares) + 0.8, draw)
     if front := summary.get("pareto"):
         found["pareto"] = panels(7.2, 3.0, partial(plot_pareto, front))
     return found
 
 
+def _roughness(summary: Mapping[str, Any]) -> str:
+    """Say that importances are rough where few trials tell many settings apart."""
+    trials, settings = summary["trials"].get("complete", 0), len(summary["importances"])
+    return f" (rough: {trials} complete trials, {settings} settings)" if trials < TRIALS_A_SETTING * settings else ""
+
+
 def plot_history(history: Sequence[Mapping[str, Any]], ax: Axes) -> None:
-    """Draw every trial and the best so far."""
+    """Draw every trial and the best so far; those stopped early at the mean of the batches they saw.
+
+    What has no place on the scale of the complete trials stands at its upper edge: infeasible ones, which have no cost,
+    and those stopped early beyond it.
+    """
     best = best_so_far(history)
     values = [trial["value"] for trial in sorted(history, key=lambda trial: trial["number"]) if trial["number"] in best]
+    low, high = min([*values, 1.0]), max([*values, 1.0])
+    top = high + 0.15 * max(high - low, 0.01)
     ax.axhline(1.0, color=INK, linewidth=0.8, linestyle=":", label="default settings")
-    ax.plot(best.index, values, "o", color=BEFORE, label="trial")
+    ax.plot(best.index, values, "o", color=BEFORE, label="complete")
     ax.step(best.index, best, where="post", color=AFTER, label="best so far", linewidth=2)
     for state, marker, colour in (("pruned", "v", ATTENTION), ("infeasible", "x", EXPERTS)):
-        if numbers := [trial["number"] for trial in history if trial["state"] == state]:
-            top = [max(values, default=1.0)] * len(numbers)
-            ax.plot(numbers, top, marker, color=colour, label=STATES[state], markersize=5)
+        placed = {
+            trial["number"]: top if trial["value"] is None else min(trial["value"], top)
+            for trial in history
+            if trial["state"] == state
+        }
+        if placed:
+            style: dict[str, Any] = {"markersize": 5, "clip_on": False}
+            ax.plot(list(placed), list(placed.values()), marker, color=colour, label=STATES[state], **style)
+    ax.set_ylim(top=top)
     ax.locator_params(axis="x", integer=True)
     ax.set(xlabel="trial", ylabel="cost / default settings")
-    ax.legend(ncols=5, **ABOVE)
+    ax.legend(ncols=6, **ABOVE)
 
 
 def plot_pareto(front: Sequence[Mapping[str, Any]], ax: Axes) -> None:

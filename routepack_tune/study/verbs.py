@@ -129,8 +129,7 @@ def deploy(study: Path | str, out: Path | str, register: str | None = None) -> P
     what = "the default settings" if summary["export"] == "defaults" else f"trial {summary['best']['number']}"
     _LOG.info("The bundle holds %s. %s", what, summary["export_reason"])
     if register:
-        tracking = document["tracking"]
-        register_bundle(out, register, uri, tracking.get("run_id", ""), tracking.get("experiment", "routepack-tune"))
+        _LOG.info(register_bundle(out, register, uri, document))
     return out
 
 

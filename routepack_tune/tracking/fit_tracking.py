@@ -21,8 +21,9 @@ from profiler.errors import RoutePackError
 from profiler.files import write_text
 from routepack_tune.config import without_password
 from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines, gains
+from routepack_tune.tracking.describe import ABOUT_COST_MODELS
 from routepack_tune.tracking.registry import promote
-from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, Store, log_pyfunc, what_mlflow_said
+from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, NOTE, Store, log_pyfunc, what_mlflow_said
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
@@ -50,13 +51,13 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
     client, example = store.client, input_example(model)
     from mlflow.models import infer_signature  # after the client: importing MLflow is quiet from there on
 
-    run_id = store.create_run(f"fit {model.spec.name}", {KIND: "fit"})
+    run_id = store.create_run(f"fit {model.spec.name}", {KIND: "fit", NOTE: cost_model_note(model)})
     try:
         store.log(run_id, fit_facts(model), fit_metrics(model))
         with tempfile.TemporaryDirectory() as temporary:
             clean = Path(temporary) / "costmodel"
             # The default store lies in the same folder: it must not be logged into itself.
-            shutil.copytree(folder, clean, ignore=shutil.ignore_patterns(f"{DATABASE}*", ARTIFACTS))
+            shutil.copytree(folder, clean, ignore=shutil.ignore_patterns(f"{DATABASE}*", f".{DATABASE}*", ARTIFACTS))
             for picture, svg in pictures.items():
                 write_text(Path(temporary) / PICTURES / f"{picture}.svg", svg)
             if pictures:
@@ -65,12 +66,25 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
                 client.log_artifact(run_id, str(clean / REPORT_FILE))
             signature = infer_signature(example, predict_frame(model, example))
             how = {"signature": signature, "input_example": example}
-            version = log_pyfunc(store, run_id, "costmodel", "pyfunc_costmodel.py", clean, name, **how)
-            promote(client, name, version)
+            tags = {"model": model.spec.name, "device": model.fingerprint.name, "data": model.data_hash}
+            version = log_pyfunc(
+                store, run_id, "costmodel", "pyfunc_costmodel.py", clean, name, tags, cost_model_note(model), **how
+            )
+            promote(client, name, version, ABOUT_COST_MODELS)
     except Exception:
         client.set_terminated(run_id, status="FAILED")
         raise
     client.set_terminated(run_id, status="FINISHED")
+
+
+def cost_model_note(model: CostModel) -> str:
+    """Return what the registered version says of itself."""
+    device, timed = model.fingerprint, ", ".join(sorted({op for op, _ in model.models}))
+    return (
+        f"Cost model of RoutePack-Tune for {model.spec.name}: times of {timed} on {device.name}, learned from times "
+        f"{device.origin} there. Its errors on sizes it had not seen are metrics of the run and in "
+        "`costmodel-report.html`. `predict` takes `op`, `direction` and the operation's features by name."
+    )
 
 
 def fit_facts(model: CostModel) -> dict[str, Any]:

@@ -6,15 +6,25 @@ The champion always moves first: a kill in between leaves a champion, never none
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from profiler.errors import RoutePackError
+from profiler.files import read_json
 from routepack_tune.config import check_tracking_uri, without_password
-from routepack_tune.tracking.store import KIND, SQLITE, Store, log_pyfunc, quiet_mlflow, what_mlflow_said
+from routepack_tune.tracking.database import database_path, make_database
+from routepack_tune.tracking.describe import ABOUT_PLANNERS, PLANNER_TAG, version_note, version_tags
+from routepack_tune.tracking.store import KIND, Store, log_pyfunc, mlflow_errors, quiet_mlflow, what_mlflow_said
 
 CHAMPION, PREVIOUS = "champion", "previous"
+PLANNER_FILE = "planner.yaml"
+"""As in :mod:`routepack_tune.bundle`, which fetches bundles from here."""
+_SHOWN = 10
+"""Names shown of what is registered."""
 
 
 class RolledBack(NamedTuple):
@@ -24,18 +34,52 @@ class RolledBack(NamedTuple):
     previous: str
 
 
-def register_bundle(bundle: Path | str, name: str, uri: str, run_id: str, experiment: str) -> None:
-    """Log a bundle's folder with the study's run, register it and make it the champion."""
+def register_bundle(bundle: Path | str, name: str, uri: str, document: Mapping[str, Any]) -> str:
+    """Register a bundle of the study that ``document`` describes and make it the champion; return what was done.
+
+    A planner that the registry holds already, equal in all that plans depend on, keeps its version.
+    """
+    tracking, summary = document["tracking"], document["summary"]
+    held = read_json(Path(bundle) / PLANNER_FILE, "Bundle file")
     try:
-        store = Store(uri, experiment)
-        run_id = run_id or store.create_run(f"bundle {name}", {KIND: "bundle"})
-        version = log_pyfunc(store, run_id, "bundle", "pyfunc_planner.py", bundle, name, signature=planner_signature())
-        promote(store.client, name, version)
-    except Exception as error:
+        store = Store(uri, tracking.get("experiment") or "routepack-tune")
+        client, tags = store.client, version_tags(held, summary)
+        if version := _same_planner(client, name, tags[PLANNER_TAG]):
+            was_champion = _version_of(client, name, CHAMPION) == version
+            promote(client, name, version)
+            moved = "stays the champion" if was_champion else "is the champion now"
+            return f"Version {version} of {name} is this planner already: no version was added, it {moved}."
+        run_id = _run_of_study(store, tracking.get("run_id", ""), name)
+        note, how = version_note(held, summary, name), {"signature": planner_signature()}
+        version = log_pyfunc(store, run_id, "bundle", "pyfunc_planner.py", bundle, name, tags, note, **how)
+        promote(client, name, version, ABOUT_PLANNERS)
+    except mlflow_errors() as error:
         raise RoutePackError(
             f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {what_mlflow_said(error)} "
             "Check the tracking server and run `routepack deploy` again."
         ) from None
+    return f"Registered as version {version} of {name}, the champion now."
+
+
+def _same_planner(client: Any, name: str, planner: str) -> str | None:
+    """Return the latest version that plans alike; None where there is none."""
+    found = client.search_model_versions(f"name={_quoted(name)} and tags.`{PLANNER_TAG}`='{planner}'")
+    return max((str(one.version) for one in found), key=int, default=None)
+
+
+def _quoted(name: str) -> str:
+    """Return a name as MLflow's filters take it; those that hold both kinds of quotes it cannot be asked for."""
+    return f'"{name}"' if "'" in name else f"'{name}'"
+
+
+def _run_of_study(store: Store, run_id: str, name: str) -> str:
+    """Return the run that the bundle is logged with: the study's, or a new one where the store does not hold that."""
+    from mlflow.exceptions import MlflowException
+
+    with contextlib.suppress(MlflowException):
+        if run_id and store.client.get_run(run_id).info.lifecycle_stage == "active":
+            return run_id
+    return store.create_run(f"bundle {name}", {KIND: "bundle"})
 
 
 def planner_signature() -> Any:
@@ -47,8 +91,13 @@ def planner_signature() -> Any:
     return ModelSignature(inputs=Schema([ColSpec(DataType.string)]), outputs=Schema([ColSpec(AnyType())]))
 
 
-def promote(client: Any, name: str, version: str) -> None:
-    """Make a version the champion; the champion so far becomes the previous one."""
+def promote(client: Any, name: str, version: str, about: str = "") -> None:
+    """Make a version the champion; the champion so far becomes the previous one.
+
+    A model that nobody has described is described by ``about``.
+    """
+    if about and not client.get_registered_model(name).description:
+        client.update_registered_model(name, about)
     before = _version_of(client, name, CHAMPION)
     client.set_registered_model_alias(name, CHAMPION, version)
     if before and before != version:
@@ -70,31 +119,38 @@ def rollback(name: str, tracking_uri: str | None = None) -> RolledBack:
             "sqlite:///STUDY/mlflow.db."
         )
     check_tracking_uri(uri)
-    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
+    if (path := database_path(uri)) and not path.is_file():
         raise RoutePackError(f"{uri} is no file: nothing was registered there. Give the store of the registry.")
-    mlflow = quiet_mlflow()
     try:
-        client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client = Store(uri, "").client
         champion, previous = (_version_of(client, name, alias) for alias in (CHAMPION, PREVIOUS))
         if previous is None or previous == champion:
-            known = sorted(int(one.version) for one in client.search_model_versions(f"name='{name}'"))
-            versions = f"versions {', '.join(map(str, known))}" if known else "no version at all"
-            raise RoutePackError(
-                f"{name!r} in {without_password(uri)} has no version to go back to (@champion is "
-                f"{champion or 'not set'}, @previous is {previous or 'not set'}, {versions}). Register one with "
-                "`routepack deploy --register`."
-            )
+            raise RoutePackError(_no_way_back(client, name, without_password(uri), champion, previous))
         client.set_registered_model_alias(name, CHAMPION, previous)
         if champion is not None:
             client.set_registered_model_alias(name, PREVIOUS, champion)
-    except RoutePackError:
-        raise
-    except Exception as error:
+    except mlflow_errors() as error:
         raise RoutePackError(
             f"MLflow at {without_password(uri)} could not roll back {name!r}: {what_mlflow_said(error)} Check the "
             "server and try again."
         ) from None
     return RolledBack(previous, champion or "")
+
+
+def _no_way_back(client: Any, name: str, store: str, champion: str | None, previous: str | None) -> str:
+    """Say why a planner cannot be rolled back, and what is registered."""
+    names = [one.name for one in client.search_registered_models()]
+    if name not in names:
+        meant = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+        registered = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        hint = f"Did you mean {meant[0]!r}? " if meant else ""
+        return f"{store} holds no planner {name!r}. {hint}Registered there: {registered or 'nothing'}."
+    known = sorted(int(one.version) for one in client.search_model_versions(f"name={_quoted(name)}"))
+    versions = f"versions {', '.join(map(str, known))}" if known else "no version at all"
+    return (
+        f"{name!r} in {store} has no version to go back to (@champion is {champion or 'not set'}, @previous is "
+        f"{previous or 'not set'}, {versions}). Register another planner with `routepack deploy --register`."
+    )
 
 
 def _version_of(client: Any, name: str, alias: str) -> str | None:
@@ -112,12 +168,19 @@ def _version_of(client: Any, name: str, alias: str) -> str | None:
 def download_bundle(model_uri: str) -> Path:
     """Return the local folder of the bundle that ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION`` names."""
     mlflow = quiet_mlflow()
+    if path := database_path(mlflow.get_registry_uri()):
+        if not path.is_file():  # MLflow would make one here, on a machine that wants to read
+            raise RoutePackError(
+                f"{model_uri} cannot be had: {path} is no file, nothing was registered there. Set MLFLOW_TRACKING_URI "
+                "to the registry's store."
+            )
+        make_database(path)
     try:
         folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri))
-    except Exception as error:
+    except mlflow_errors() as error:
         where = without_password(mlflow.get_tracking_uri())
         raise RoutePackError(f"{model_uri} cannot be had from {where}: {what_mlflow_said(error)}") from None
-    found = sorted(folder.glob("artifacts/*/planner.yaml"))
+    found = sorted(folder.glob(f"artifacts/*/{PLANNER_FILE}"))
     if not found:
         raise RoutePackError(f"{model_uri} holds no bundle. Register one with `routepack deploy --register NAME`.")
     return found[0].parent

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import sqlite3
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from profiler.errors import RoutePackError
 from routepack_tune.config import check_tracking_uri, without_password
+from routepack_tune.tracking.database import database_path, make_database
+from routepack_tune.tracking.describe import ABOUT_EXPERIMENT
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "artifacts"
@@ -40,6 +44,8 @@ MOST_METRICS = 900
 """A request holds at most 1000 entities."""
 KIND, STUDY, TRIAL, STATE, REASON = (f"routepack.{name}" for name in ("kind", "study", "trial", "state", "reason"))
 """Tags by which runs are found again."""
+NOTE = "mlflow.note.content"
+"""Tag that MLflow shows as a description."""
 
 
 def quiet_mlflow() -> Any:
@@ -53,8 +59,18 @@ def quiet_mlflow() -> Any:
     return mlflow
 
 
+def mlflow_errors() -> tuple[type[Exception], ...]:
+    """Return what MLflow, its database, its server and its files raise."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return MlflowException, SQLAlchemyError, sqlite3.Error, OSError  # of which the client's errors of HTTP are
+
+
 def what_mlflow_said(error: Exception) -> str:
-    """Return an error of MLflow or its store as one short line without passwords."""
+    """Return an error of MLflow or its store as one short line without passwords; what we say ourselves as it is."""
+    if isinstance(error, RoutePackError):
+        return str(error)
     return without_password(" ".join(str(error).split()))[:300]
 
 
@@ -80,7 +96,10 @@ class Store:
 
     @cached_property
     def client(self) -> Any:
-        """MLflow's client."""
+        """MLflow's client; an SQLite database is made first."""
+        quiet_mlflow()
+        if path := database_path(self.uri):
+            make_database(path)
         return quiet_mlflow().MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     @cached_property
@@ -88,11 +107,10 @@ class Store:
         """The experiment's id; it is made if need be. A SQLite store gets an artifact folder beside its file."""
         found = self.client.get_experiment_by_name(self.experiment)
         if found is None:
-            location = None
-            if self.uri.startswith(SQLITE):
-                location = (Path(self.uri.removeprefix(SQLITE)).resolve().parent / ARTIFACTS).as_uri()
+            path = database_path(self.uri)
+            location = (path.resolve().parent / ARTIFACTS).as_uri() if path else None
             try:
-                return str(self.client.create_experiment(self.experiment, artifact_location=location))
+                return str(self.client.create_experiment(self.experiment, location, {NOTE: ABOUT_EXPERIMENT}))
             except Exception:  # another process made it between the two calls
                 found = self.client.get_experiment_by_name(self.experiment)
                 if found is None:
@@ -100,8 +118,17 @@ class Store:
         return str(found.experiment_id)
 
     def create_run(self, name: str, tags: Mapping[str, str]) -> str:
-        """Begin a run and return its id."""
-        return str(self.client.create_run(self.experiment_id, run_name=name, tags=dict(tags)).info.run_id)
+        """Begin a run and return its id; its source is the verb that it is of."""
+        tags = {"mlflow.source.name": f"routepack {name.split()[0]}", "mlflow.source.type": "LOCAL", **tags}
+        return str(self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id)
+
+    @property
+    def runs_page(self) -> str:
+        """Address of the experiment's table of runs on a server; empty for any other store."""
+        if not self.uri.startswith(("http://", "https://")):
+            return ""
+        page = f"#/experiments/{self.experiment_id}/runs?workflowType=machine_learning"
+        return f"{without_password(self.uri).rstrip('/')}/{page}"
 
     def find(self, condition: str) -> list[Any]:
         """Return all runs of the experiment under a condition, oldest first."""
@@ -166,10 +193,21 @@ def tracking_at(mlflow: Any, uri: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def log_pyfunc(store: Store, run_id: str, name: str, code: str, folder: Path | str, registered: str, **how: Any) -> str:
+def log_pyfunc(
+    store: Store,
+    run_id: str,
+    name: str,
+    code: str,
+    folder: Path | str,
+    registered: str,
+    tags: Mapping[str, str],
+    note: str,
+    **how: Any,
+) -> str:
     """Log a folder as a model whose code is the file ``code`` beside this one; return its version in the registry.
 
-    The folder becomes the model's artifact ``name``; models from code hold no pickle.
+    The folder becomes the model's artifact ``name``; models from code hold no pickle. The version has ``tags`` from the
+    start, and a ``note`` as its description.
     """
     mlflow = quiet_mlflow()
     # MLflow announces every registration on stderr; the verbs print their own lines.
@@ -183,11 +221,12 @@ def log_pyfunc(store: Store, run_id: str, name: str, code: str, folder: Path | s
             name=name,
             python_model=str(Path(__file__).with_name(code)),
             artifacts={name: str(folder)},
-            registered_model_name=registered,
             pip_requirements=["routepack-tune"],
             **how,
         )
-    return str(logged.registered_model_version)
+        version = str(mlflow.register_model(logged.model_uri, registered, tags=dict(tags)).version)
+    store.client.update_model_version(registered, version, note)
+    return version
 
 
 def _key(name: str) -> str:

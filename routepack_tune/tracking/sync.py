@@ -13,22 +13,28 @@ log to MLflow's Default one.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from profiler.files import content_hash, write_json
+from profiler.errors import RoutePackError
+from profiler.files import canonical_json, content_hash, write_json
 from routepack_tune.config import without_password
-from routepack_tune.tracking.store import KIND, REASON, STATE, STUDY, TRIAL, Store, own_uri, what_mlflow_said
+from routepack_tune.tracking.describe import number_metrics, study_note
+from routepack_tune.tracking.store import KIND, NOTE, REASON, STATE, STUDY, TRIAL, Store, own_uri, what_mlflow_said
 from search import BatchScore, TuneTask
 from search.tuning.objective import study_value
-from search.tuning.task import CAP
 from search.tuning.trials import state_of
 
+if TYPE_CHECKING:
+    from mlflow.entities import DatasetInput
+
+_LOG = logging.getLogger("routepack_tune")
 FIRST_PAUSE_S, LAST_PAUSE_S = 30.0, 600.0
 """Time after a failure in which the store is not tried again; it doubles from failure to failure."""
 ENOUGH_FAILURES = 2
@@ -78,6 +84,9 @@ class StudySync:
             self._find_trials()  # several launchers may have sent one trial each: the oldest stays
         except Exception as error:
             self._warn(error, "The study is whole without it; the same command sends what is missing when it is back")
+        else:
+            if page := self._store.runs_page:
+                _LOG.info("Runs in MLflow: %s", page)
         return {
             "tracking_uri": "" if self._own_store else without_password(self._store.uri),
             "experiment": self._store.experiment,
@@ -111,14 +120,18 @@ class StudySync:
         store, document, name = self._store, self._document, self._document["study_name"]
         condition = f"tags.`{STUDY}` = '{name}' and tags.`{KIND}` = 'study'"
         if not (found := store.find(condition)):
-            store.create_run(name, {STUDY: name, KIND: "study"})
+            shown = f"tune {self._task.spec.name} {name.removeprefix('routepack-')}"
+            store.create_run(shown, {STUDY: name, KIND: "study"})
             found = store.find(condition)
         for twin in found[1:]:  # several launchers at once, or an answer lost on the way: empty but for the oldest
             if not store.find(f"tags.`mlflow.parentRunId` = '{twin.info.run_id}'"):
                 store.client.delete_run(twin.info.run_id)
         run_id = str(found[0].info.run_id)
-        store.log(run_id, params=study_facts(self._task, document))
+        known = found[0].data.params  # another machine's: a parameter has one value
+        facts = {name: value for name, value in study_facts(self._task, document).items() if name not in known}
+        store.log(run_id, params=facts)
         store.client.update_run(run_id, status="RUNNING")
+        store.client.log_inputs(run_id, step_batches(self._task))
         store.client.log_dict(run_id, {name: document[name] for name in INPUTS}, "inputs.json")
         store.client.log_dict(run_id, document["environment"], "environment.json")
         return run_id
@@ -140,10 +153,9 @@ class StudySync:
         if number not in self.trial_runs:
             tags = {"mlflow.parentRunId": self.run_id, TRIAL: str(number), KIND: "trial"}
             self.trial_runs[number] = self._store.create_run(f"trial {number}", tags)
-        cap = {CAP: trial.params[CAP]} if CAP in trial.params else {}
         self._store.log(
             self.trial_runs[number],
-            params=dataclasses.asdict(self._task.planner_of(trial.params)[0]) | cap,
+            params=trial.params,  # what all trials share is the parent's
             metrics=trial_metrics(self._task, attrs["scores"] if state != "infeasible" else ()),
             tags={STATE: state, REASON: attrs.get("infeasible") or attrs.get("pruned", "")},
             time_ms=int(trial.datetime_complete.timestamp() * 1000),
@@ -157,7 +169,8 @@ class StudySync:
         from routepack_tune.reports.tuning import pictures
 
         export = f"{summary['export']}: {summary['export_reason']}"
-        self._store.log(self.run_id, metrics=outcome_metrics(summary), tags={"routepack.export": export})
+        tags = {"routepack.export": export, NOTE: study_note(self._document, summary)}
+        self._store.log(self.run_id, metrics=outcome_metrics(summary), tags=tags)
         with tempfile.TemporaryDirectory() as folder:
             write_json(Path(folder) / "summary.json", dict(summary))
             for name, figure in pictures(summary).items():
@@ -168,16 +181,21 @@ class StudySync:
         self._store.client.set_terminated(self.run_id, status="FINISHED")
 
     def _warn(self, error: Exception, way_out: str) -> None:
-        uri, told = without_password(self._store.uri), f"{type(error).__name__}: {what_mlflow_said(error)}"
+        told = what_mlflow_said(error)
+        if not isinstance(error, RoutePackError):
+            told = f"{type(error).__name__}: {told}"
+        uri = without_password(self._store.uri)
         warnings.warn(f"MLflow at {uri} could not be brought up to date ({told}). {way_out}.", stacklevel=3)
 
 
 def study_facts(task: TuneTask, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that a study's parent run shows."""
+    """Return the parameters that a study's parent run shows: its inputs, and the settings that no trial changes."""
+    constants = {name: value for name, value in dataclasses.asdict(task.base).items() if name not in task.space}
     return {
         "model": task.spec.name,
         **{name: size for name, size in dataclasses.asdict(task.topology).items() if size != 1},
         "max_tokens_per_microbatch": task.max_tokens,
+        **{f"planner.{name}": value for name, value in constants.items()},
         "step_batches": len(task.batches),
         "held_out": task.num_holdout,
         "seed": task.seed,
@@ -190,6 +208,20 @@ def study_facts(task: TuneTask, document: Mapping[str, Any]) -> dict[str, Any]:
         **{f"version.{name}": text for name, text in document["environment"]["versions"].items()},
         **{f"machine.{name}": value for name, value in document["environment"]["machine"].items()},
     }
+
+
+def step_batches(task: TuneTask) -> list[DatasetInput]:
+    """Return the step batches as MLflow's datasets, each with what the study used it for."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    found = []
+    for index, (name, batch) in enumerate(zip(task.names, task.batches, strict=True)):
+        profile = {"samples": batch.num_samples, "tokens": int(batch.lengths.sum())}
+        facts = {"source_type": "local", "source": canonical_json({"uri": f"{name}.npz"})}
+        dataset = Dataset(name, batch.data_hash[:16], **facts, profile=canonical_json(profile))
+        used = "held out" if index in task.held_out else "tuned on"
+        found.append(DatasetInput(dataset, [InputTag("mlflow.data.context", used)]))
+    return found
 
 
 def trial_metrics(task: TuneTask, scored: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -220,5 +252,6 @@ def outcome_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         **{f"holdout_{name}_{of}": mean for of, means in holdout["means"].items() for name, mean in means.items()},
         **{f"overhead_{name}": value for name, value in summary["overhead"].items()},
         **{f"trials_{state}": count for state, count in summary["trials"].items()},
+        **number_metrics(summary),
     }
     return {name: float(value) for name, value in numbers.items() if value is not None}

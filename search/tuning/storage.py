@@ -17,8 +17,10 @@ import contextlib
 import itertools
 import os
 import re
+import warnings
 import zlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,11 @@ from search.tuning.task import TuneTask
 JOURNAL = "journal:"
 JOURNAL_FILE = "study.journal"
 SIGNATURE = "signature"
+METRICS = {
+    1: ["cost / default settings"],
+    2: ["step time / default settings", "planning time / default settings"],
+}
+"""What the objectives are called where studies are looked at, by their number."""
 
 
 class FileLocks:
@@ -142,11 +149,31 @@ def open_study(task: TuneTask, storage: str, study_name: str, *, new_study: bool
             name = f"{study_name}-{number}"
         study = optuna.create_study(storage=store, study_name=name, directions=task.directions, load_if_exists=True)
         if SIGNATURE not in study.user_attrs:  # new, or its creator was killed before it had signed it
+            with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
+                study.set_metric_names(METRICS[len(task.directions)])
+            for fact, told in task_facts(task).items():
+                study.set_user_attr(fact, told)
             for setting in task.given_settings:
                 study.enqueue_trial(setting, skip_if_exists=True)
             study.set_user_attr(SIGNATURE, task.signature)
         task.check_same(study.user_attrs[SIGNATURE], f"Study {name!r}")
     return study
+
+
+def task_facts(task: TuneTask) -> dict[str, str]:
+    """Return what readers of the storage, such as Optuna Dashboard, see of a study: the signature is for us."""
+    sizes = {name: size for name, size in asdict(task.topology).items() if size != 1}
+    return {
+        "model": task.spec.name,
+        "topology": ", ".join(f"{name} {size}" for name, size in sizes.items()) or "one rank",
+        "microbatch caps": ", ".join(f"{cap} tokens" for cap in task.caps),
+        "tuned on": ", ".join(task.names[i] for i in task.tuned),
+        "held out": ", ".join(task.names[i] for i in task.held_out) or "nothing",
+        "cost": (
+            "mean over batches of (predicted step time + predicted moves of experts + measured planning time that the "
+            "job's slack does not hide), over the same of the default settings; less is better"
+        ),
+    }
 
 
 def study_locks(storage: str, study_name: str) -> Locks:

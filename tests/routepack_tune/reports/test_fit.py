@@ -341,6 +341,10 @@ print(json.dumps({
 def test_registered_model_answers_by_name_in_another_process(done):
     store = client(done.out)
     (version,) = store.search_model_versions(f"name = '{REGISTERED_PREFIX}{done.model.spec.name}'")
+    assert version.tags["device"] == done.model.fingerprint.name
+    assert f"for {done.model.spec.name}: times of attention, " in version.description
+    assert "`@champion` is the latest" in store.get_registered_model(version.name).description
+    assert store.get_run(version.run_id).data.tags["mlflow.note.content"] == version.description
     uri = f"models:/{version.name}/{version.version}"
     ran = subprocess.run(
         [sys.executable, "-c", LOAD, own_uri(done.out), uri],

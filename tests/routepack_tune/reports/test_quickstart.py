@@ -19,13 +19,14 @@ from routepack_tune.config import load_config
 from routepack_tune.reports.comparison import (
     TUNED,
     Outcome,
+    RankLoad,
     compare_planners,
     loads_before_and_after,
     lost_share,
     rank_load,
 )
 from routepack_tune.reports.figures import as_svg, panels, plot_bars
-from routepack_tune.reports.quickstart import quickstart_page, short_name
+from routepack_tune.reports.quickstart import plot_rank_load, plot_time_split, quickstart_page
 from routepack_tune.steps.traces import load_step_batch
 from search import BASELINES, DEFAULT_BASELINE, build_problem, price_baseline
 
@@ -52,9 +53,58 @@ def test_rank_load_without_rows_is_even():
     assert found.hottest.size == 0
 
 
-def test_names_fit_under_bars():
-    assert short_name(DEFAULT_BASELINE) == "FFD + identity"
-    assert short_name(TUNED) == "RoutePack-Tune"
+def extents(figure, artists):
+    """Boxes of drawn artists, in pixels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return [one.get_window_extent(canvas.get_renderer()) for one in artists]
+
+
+def apart(boxes):
+    return all(not one.overlaps(other) for k, one in enumerate(boxes) for other in boxes[:k])
+
+
+LONG = ("first-fit decreasing + identity", "Karmarkar-Karp on FLOPs + identity", "x" * 70, "a name of " + "words " * 9)
+
+
+def test_bars_of_any_names_keep_names_values_and_legend_apart():
+    found = [outcome(name, 2.0 + k) for k, name in enumerate((*LONG, TUNED))]
+    figure = panels(7.2, 0.62 * len(found) + 1.2, partial(plot_time_split, found))
+    (ax,) = figure.axes
+    names, legend = ax.get_yticklabels(), ax.get_legend()
+    assert [one.get_text().replace("\n", " ") for one in names[:2]] == list(LONG[:2])  # the names of the table
+    assert names[-1].get_fontweight() == "bold"
+    assert names[0].get_fontweight() == "normal"
+    boxes = extents(figure, [*names, *ax.texts, *ax.patches, legend])
+    labels, values = boxes[: len(names)], boxes[len(names) : len(names) + len(found)]
+    assert apart(labels)
+    assert apart(values)
+    assert min(box.x0 for box in labels) >= 0
+    bars = [box for box, patch in zip(boxes[2 * len(found) : -1], ax.patches, strict=True) if patch.get_alpha() is None]
+    for value in values:
+        beside = [bar.x1 for bar in bars if bar.y0 < (value.y0 + value.y1) / 2 < bar.y1]
+        assert value.x0 - max(beside) > 3
+    assert 0 < boxes[-1].y0 - max(bar.y1 for bar in bars) < 40  # the legend is close, and lies on nothing
+
+
+def test_bars_by_file_name_keep_apart():
+    names = {f"gptoss20b-r1lengths-of-a-long-run-step{k:06d}": 1.0 + k for k in range(6)}
+    figure = panels(7.2, 0.28 * len(names) + 0.8, partial(plot_bars, names, "gain, %"))
+    boxes = extents(figure, figure.axes[0].get_yticklabels())
+    assert apart(boxes)
+    assert min(box.x0 for box in boxes) >= 0
+
+
+@pytest.mark.parametrize(
+    ("off", "said"), [(0.0, "within 1 %"), (0.004, "within 1 %"), (0.031, "within 4 %"), (0.5, "")]
+)
+def test_a_map_that_looks_empty_says_why(off, said):
+    load = RankLoad(np.array([[1 + off, 1 - off], [1.0, 1.0]]), np.ones(4))
+    figure = panels(3, 3, partial(plot_rank_load, load, "after", 1.5))
+    words = " ".join(text.get_text() for text in figure.axes[0].texts)
+    assert (f"all {said} of the mean" == words) if said else not words
 
 
 @pytest.fixture

@@ -83,8 +83,22 @@ def test_pictures_draw_what_there_is(document, tmp_path):
     assert [bar.get_width() for bar in bars.patches] == pytest.approx([30.0, 70.0])
     lines = drawn["history"].axes[0].get_lines()
     assert [list(line.get_xdata()) for line in lines[3:]] == [[3], [1]]
+    assert [line.get_label() for line in lines[3:]] == ["stopped early", "infeasible"]
+    top = drawn["history"].axes[0].get_ylim()[1]
+    assert [list(line.get_ydata()) for line in lines[3:]] == [[0.2], [top]]  # the mean of what it saw; no cost at all
+    assert top > 1.0
+    assert bars.get_xlabel().endswith("(rough: 3 complete trials, 2 settings)")
+    summary["trials"]["complete"] = 20
+    assert "rough" not in pictures(summary)["importances"].axes[0].get_xlabel()
     assert list(lines[2].get_ydata()) == [1.0, 0.95, 0.95]
     assert list(drawn["pareto"].axes[0].get_lines()[0].get_xdata()) == [1.0, 3.0]
+
+
+def test_a_trial_stopped_early_far_off_does_not_flatten_the_picture(document):
+    far = {"number": 5, "value": 80.0, "params": {}, "state": "pruned", "batches": 1}
+    (ax,) = pictures({**document["summary"], "history": [*HISTORY, far]})["history"].axes
+    assert ax.get_ylim()[1] < 1.1
+    assert list(ax.get_lines()[3].get_ydata()) == [0.2, ax.get_ylim()[1]]
 
 
 def test_page_says_what_is_exported_and_why(document):

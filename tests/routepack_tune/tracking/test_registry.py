@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import shutil
+import sqlite3
 
 import pytest
 
 from profiler import RoutePackError
 from routepack_tune import load_planner, tune
+from routepack_tune.bundle import write_bundle
 from routepack_tune.cli import main
+from routepack_tune.tracking import database
 from routepack_tune.tracking.registry import (
     CHAMPION,
     PREVIOUS,
     RolledBack,
     planner_signature,
     promote,
+    register_bundle,
     rollback,
 )
 from routepack_tune.tracking.store import own_uri, quiet_mlflow, tracking_at
@@ -50,9 +56,11 @@ def test_registering_moves_both_aliases_and_a_rollback_exchanges_them(registry):
 
 def test_rollback_says_why_it_cannot(registry, tmp_path, monkeypatch):
     client, uri = registry
-    with pytest.raises(RoutePackError, match=r"'nobody'.*no version to go back to.*no version at all"):
+    with pytest.raises(RoutePackError, match=r"holds no planner 'nobody'\. Registered there: nothing"):
         rollback("nobody", uri)
     client.create_registered_model("one")
+    with pytest.raises(RoutePackError, match=r"'one'.*no version to go back to.*no version at all"):
+        rollback("one", uri)
     client.create_model_version("one", source=uri)
     promote(client, "one", "1")
     with pytest.raises(RoutePackError, match=r"@champion is 1, @previous is not set, versions 1"):
@@ -66,6 +74,22 @@ def test_rollback_says_why_it_cannot(registry, tmp_path, monkeypatch):
     with pytest.raises(RoutePackError, match="is no file"):
         rollback("one", f"sqlite:///{tmp_path}/typo.db")
     assert not (tmp_path / "typo.db").exists()
+
+
+def test_rollback_names_what_is_registered(registry):
+    client, uri = registry
+    for name in ("my-job", "it's mine", "other"):
+        client.create_registered_model(name)
+    for typo, meant in (("my-jobb", "my-job"), ("myjob", "my-job"), ("My-Job", "my-job"), ("its mine", "it's mine")):
+        with pytest.raises(RoutePackError) as caught:
+            rollback(typo, uri)
+        assert f'Did you mean "{meant}"? ' in str(caught.value).replace(repr(meant), f'"{meant}"')
+        assert "Registered there: it's mine, my-job, other." in str(caught.value)
+    with pytest.raises(RoutePackError, match="Registered there: it's mine, my-job, other") as caught:
+        rollback("quite something else", uri)
+    assert "Did you mean" not in str(caught.value)
+    with pytest.raises(RoutePackError, match="no version to go back to"):
+        rollback("it's mine", uri)
 
 
 def test_rollback_finds_the_store_in_the_environment(registry, monkeypatch):
@@ -84,6 +108,19 @@ def test_rollback_without_a_server_is_one_line(tmp_path):
     assert "secret" not in str(caught.value)
 
 
+def test_loading_makes_no_store_and_mends_a_half_made_one(tmp_path, monkeypatch):
+    path = tmp_path / "mlflow.db"
+    monkeypatch.setattr(database, "QUIET_S", 0.0)
+    with tracking_at(quiet_mlflow(), own_uri(tmp_path)):
+        with pytest.raises(RoutePackError, match=r"mlflow.db is no file.*Set MLFLOW_TRACKING_URI"):
+            load_planner("models:/tiny@champion")
+        assert not path.exists()
+        with contextlib.closing(sqlite3.connect(path)) as opened:
+            opened.execute("CREATE TABLE _alembic_tmp_experiments (experiment_id INTEGER)")
+        with pytest.raises(RoutePackError, match=r"models:/tiny@champion cannot be had from sqlite.*tiny"):
+            load_planner("models:/tiny@champion")
+
+
 def test_registered_bundle_resolves_by_alias_and_is_the_same(study_template, small_ranges, tmp_path, capsys):
     job = study_template
     study = tmp_path / "own"
@@ -91,7 +128,7 @@ def test_registered_bundle_resolves_by_alias_and_is_the_same(study_template, sma
     assert main(["deploy", str(study), "--out", str(tmp_path / "bundle"), "--register", "tiny"]) == 0
     captured = capsys.readouterr()
     assert "models:/tiny@champion" in captured.out
-    assert "Error" not in captured.err
+    assert "Registered as version 1 of tiny, the champion now." in captured.err
     mlflow = quiet_mlflow()
     with tracking_at(mlflow, own_uri(study)):
         version = mlflow.MlflowClient().get_model_version_by_alias("tiny", "champion")
@@ -112,3 +149,33 @@ def test_registered_bundle_resolves_by_alias_and_is_the_same(study_template, sma
     for name in ("planner.yaml", "tables.npz"):
         assert (copy / "artifacts" / "bundle" / name).read_bytes() == (tmp_path / "bundle" / name).read_bytes()
     assert not list(copy.rglob("*.pkl"))
+    registered_again(study, tmp_path / "bundle", mlflow.MlflowClient(own_uri(study), own_uri(study)))
+
+
+def registered_again(study, bundle, client):
+    """Versions tell what they are, and one planner has one version."""
+    document, uri = json.loads((study / "study.json").read_text()), own_uri(study)
+    version = client.get_model_version("tiny", "1")
+    assert version.tags["model"] == "tiny"
+    assert version.tags["export"] == "the default settings"
+    assert version.tags["study"] == document["study_name"]
+    assert version.tags["step and moves gain"] == "+0.00%"
+    before, after = version.tags["step_time_s"].split(" -> ")
+    assert before == after  # the defaults are exported
+    for part in ("data parallel 2, expert model parallel 2", "at most 256 tokens", "load_planner(", "planning, s"):
+        assert part in version.description
+    assert "@champion" in client.get_registered_model("tiny").description
+    told = register_bundle(bundle, "tiny", uri, document)
+    assert told == "Version 1 of tiny is this planner already: no version was added, it stays the champion."
+
+    planner, other = load_planner(bundle), bundle.with_name("other")
+    tuned = dataclasses.replace(planner, params=dataclasses.replace(planner.params, max_iterations=7))
+    write_bundle(other, tuned, planner.provenance)
+    gone = {**document, "tracking": {**document["tracking"], "run_id": "0" * 32}}  # of a store that was made anew
+    assert register_bundle(other, "tiny", uri, gone) == "Registered as version 2 of tiny, the champion now."
+    assert client.get_run(client.get_model_version("tiny", "2").run_id).info.run_name == "bundle tiny"
+    assert aliases(client, "tiny") == {CHAMPION: "2", PREVIOUS: "1"}
+    assert "it is the champion now" in register_bundle(bundle, "tiny", uri, document)
+    assert aliases(client, "tiny") == {CHAMPION: "1", PREVIOUS: "2"}
+    assert rollback("tiny", uri) == RolledBack(champion="2", previous="1")
+    assert len(client.search_model_versions("name='tiny'")) == 2

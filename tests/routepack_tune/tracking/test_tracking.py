@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 from patience import PATIENCE_S
 from small_tasks import make_task
@@ -26,6 +27,7 @@ from profiler import RoutePackError
 from routepack_tune import tune
 from routepack_tune.config import check_tracking_uri
 from routepack_tune.tracking import sync
+from routepack_tune.tracking.describe import number_metrics
 from routepack_tune.tracking.store import Store, own_uri, quiet_mlflow, tracking_uri, what_mlflow_said
 from routepack_tune.tracking.sync import StudySync, trial_metrics
 from search import BatchScore
@@ -69,9 +71,14 @@ def track(store, tmp_path):
 
 TASK = make_task(batches=2, holdout_share=0.0, experiment="test")
 DOCUMENT = {
-    **dict.fromkeys(("steps", "tables_hash", "config")),
+    **dict.fromkeys(("steps", "tables_hash")),
+    "config": {
+        "model": {"name": TASK.spec.name},
+        "topology": asdict(TASK.topology),
+        "max_tokens_per_microbatch": TASK.max_tokens,
+    },
     "signature": TASK.signature,
-    "fingerprint": {"name": "a card"},
+    "fingerprint": {"name": "a card", "origin": "published"},
     "cost_model": {"sha256": "", "data_hash": ""},
     "environment": {"versions": {"python": "3"}, "machine": {}},
 }
@@ -86,7 +93,8 @@ def trial(number, scores=(("step0", 1.0),), **attrs):
     """A finished trial as Optuna's storages give it."""
     state = TrialState.PRUNED if attrs else TrialState.COMPLETE
     attrs["scores"] = [asdict(score(*one)) for one in scores]
-    made = create_trial(state=state, value=None if len(attrs) > 1 else 1.0, user_attrs=attrs)
+    chosen = {"params": {"stickiness": 0.5}, "distributions": {"stickiness": FloatDistribution(0.25, 10.0)}}
+    made = create_trial(state=state, value=None if len(attrs) > 1 else 1.0, user_attrs=attrs, **chosen)
     made.number = number
     made.datetime_complete = datetime.fromtimestamp(number + 0.001)
     return made
@@ -122,7 +130,10 @@ def test_trial_is_a_run_with_series_and_tags(track, store):
     assert [(point.step, point.value, point.timestamp) for point in points] == [(0, 0.8, 1)]
     assert run.data.tags["not_a_metric.step_time_s"] == "inf"
     assert (run.data.tags["routepack.state"], run.data.tags["routepack.reason"]) == ("pruned", "slower")
-    assert run.data.params["max_iterations"] == "1000"
+    assert run.data.params == {"stickiness": "0.5"}  # what no trial changes is the parent's
+    parent = client(own_uri(store)).get_run(made.run_id).data.params
+    assert parent["planner.horizon_steps"] == "10.0"
+    assert "planner.stickiness" not in parent
     assert run.info.status == "FINISHED"
     other = client(own_uri(store)).get_run(made.trial_runs[1])
     assert other.data.metrics == {}
@@ -154,6 +165,54 @@ def test_any_number_of_syncs_gives_each_trial_once(track, store):
     assert parent.data.metrics["best_objective"] == 0.9
     assert parent.data.tags["routepack.export"] == "defaults: No batch was held out."
     assert "holdout_best_objective" not in parent.data.metrics
+
+
+def test_parent_run_tells_before_and_after(track, store):
+    made, holdout = track("telling"), {**SUMMARY["holdout"]}
+    holdout["default_settings"] = [asdict(score("step1", step_s)) for step_s in (1.0, 2.0)]
+    holdout["best"] = [asdict(score("step1", step_s)) for step_s in (0.8, 1.6)]
+    summary = {**SUMMARY, "holdout": holdout, "export": "best", "export_reason": "Trial 1: it is good."}
+    made([trial(0)])
+    made.finish(summary)
+    run = client(own_uri(store)).get_run(made.run_id)
+    told = {name: run.data.metrics[f"step_time_s_{name}"] for name in ("before", "after")}
+    assert told == pytest.approx({"before": 1.5, "after": 1.2})
+    assert run.data.metrics["gap_to_bound_after"] == pytest.approx(1.4)
+    assert run.data.metrics["plan_s_before"] == run.data.metrics["plan_s_after"] == 0.1
+    assert run.data.metrics["move_s_after"] == 0
+    assert run.data.metrics["step_and_moves_gain_pct"] == pytest.approx(20.0)
+    note = run.data.tags["mlflow.note.content"]
+    assert note.startswith("**Trial 1 is exported.** Trial 1: it is good.")
+    assert "| step time, s (predicted) | 1.5 | 1.2 |" in note
+    assert "Times were published on a card." in note
+    assert run.data.tags["mlflow.source.name"] == "routepack tune"
+    used = {one.dataset.name: one.tags[0].value for one in run.inputs.dataset_inputs}
+    assert used == dict.fromkeys(("step0", "step1"), "tuned on")
+    assert run.info.run_name.startswith("tune ")
+    experiment = client(own_uri(store)).get_experiment(run.info.experiment_id)
+    assert "predicted" in experiment.tags["mlflow.note.content"]
+    kept = number_metrics({**summary, "export": "defaults"})
+    assert kept["step_time_s_after"] == kept["step_time_s_before"] == 1.5
+    assert number_metrics(SUMMARY) == {}
+
+
+def test_a_launcher_on_another_machine_shares_the_parent(track, store, monkeypatch):
+    track("machines")([trial(0)])
+    elsewhere = {"versions": {"python": "4"}, "machine": {"cpu": "another"}}
+    monkeypatch.setitem(DOCUMENT, "environment", elsewhere)
+    second = track("machines")
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        second([trial(0), trial(1)])
+    run = client(own_uri(store)).get_run(second.run_id)
+    assert (run.data.params["version.python"], run.data.params["machine.cpu"]) == ("3", "another")
+    assert sorted(nested(own_uri(store), second.run_id)) == [0, 1]
+
+
+def test_page_of_runs_is_named_where_there_is_a_server(monkeypatch):
+    monkeypatch.setattr(Store, "experiment_id", "7")
+    page = Store("http://me:secret@host:5000/", "any").runs_page
+    assert page == "http://me:***@host:5000/#/experiments/7/runs?workflowType=machine_learning"
+    assert Store("sqlite:///x.db", "any").runs_page == ""
 
 
 def test_half_written_and_doubled_runs_become_one(track, store):

@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from small_tasks import make_task, warm_processes
 
 from profiler import RoutePackError
 from search import PlannerParams
-from search.tuning.storage import ServerLocks, open_study, shown
+from search.tuning.storage import ServerLocks, _connect, open_study, shown
 from search.tuning.task import difference
 
 optuna = pytest.importorskip("optuna")
@@ -21,6 +22,21 @@ def test_the_given_settings_are_tried_first(tmp_path):
     study = open_study(task, f"journal:{tmp_path}/j", "s")
     open_study(task, f"journal:{tmp_path}/j", "s")  # resuming enqueues nothing more
     assert [t.system_attrs["fixed_params"] for t in study.trials] == task.given_settings
+
+
+@pytest.mark.parametrize("two_objectives", [False, True])
+def test_a_reader_of_the_storage_finds_names_and_plain_facts(tmp_path, two_objectives):
+    where = f"journal:{tmp_path}/j"
+    with warnings.catch_warnings(action="error"):
+        open_study(make_task(two_objectives=two_objectives), where, "s")
+    study = optuna.load_study(study_name="s", storage=_connect(where))
+    names = ["step time / default settings", "planning time / default settings"]
+    assert study.metric_names == (names if two_objectives else ["cost / default settings"])
+    facts = {name: told for name, told in study.user_attrs.items() if name != "signature"}
+    assert facts["tuned on"] == "step0, step1, step2"
+    assert facts["held out"] == "step3"
+    assert facts["microbatch caps"] == "64 tokens"
+    assert all(isinstance(told, str) and "{" not in told for told in facts.values())
 
 
 def test_the_folder_of_a_journal_is_made(tmp_path):
