@@ -1,7 +1,7 @@
 """Tell whether a bundle still fits: its times, its workload, its tuned settings and its device.
 
 The verdict is ``fits``, ``re-tune`` (recent batches differ from those of the study, or the tuned settings lose to the
-untuned ones on them) or ``re-profile`` (steps take longer or shorter than the cost model's interval allows, or the
+default ones on them) or ``re-profile`` (steps take longer or shorter than the cost model's interval allows, or the
 device is another one; tuning again follows from it). What cannot be judged for want of data is said, never guessed.
 
 Shape suffixes: S steps, B EP blocks, C components.
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -43,8 +43,8 @@ MOST_COMPARED = 8
 """Latest batches that are planned with both settings."""
 DEFAULT_HALF_WIDTH, LEAST_HALF_WIDTH = 0.10, 0.05
 """Allowed relative error of a step where the bundle states none, and at least."""
-LEAST_TIMED, LEAST_COMPARED = 5, 3
-"""Fewer measured steps give no verdict on the times, fewer batches planned with both settings none on the settings."""
+LEAST_TIMED, LEAST_COMPARED = 5, 4
+"""Fewer measured steps give no verdict on the times, fewer batches none on workload and settings."""
 LEAST_LOSS_PCT = 0.5
 INTERVALS = ("median_pct", "low_pct", "high_pct", "trend_pct", "trend_low_pct", "trend_high_pct")
 PROFILE, TUNE, FITS = "re-profile", "re-tune", "fits"
@@ -61,6 +61,13 @@ class Finding:
     text: str
     numbers: Mapping[str, Any]
     """Percent where a name ends with ``_pct``; ``low`` and ``high`` are ends of 95 % intervals."""
+
+
+class _Costs(NamedTuple):
+    """What a batch costs under some settings, seconds: step with moves, and planning."""
+
+    step_s: float
+    plan_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,7 @@ def check(
     files, notes = list_step_files(steps), list[str]()
     measured = _measured(times, [path.stem for path in files], notes)
     batches = {path.stem: load_step_batch(path, planner.spec, planner.max_tokens) for path in files}
-    prices, log_gains = _plan_all(planner, batches, measured, notes, observer)
+    prices, compared = _plan_all(planner, batches, measured, notes, observer)
     blocks_SBC = np.array(list(prices.values()))
     measured_S = np.array([measured[name].step_time_s for name in prices])
     device, said = device_match(planner.fingerprint)
@@ -129,8 +136,8 @@ def check(
     if prices:
         findings.append(_times(planner, blocks_SBC, measured_S, notes))
     findings += _workload(planner, batches, notes)
-    if log_gains:
-        findings.append(_settings(np.array(log_gains), notes))
+    if compared:
+        findings.append(_settings(compared, planner.provenance.get("hidden_planning_s"), notes))
     report = DriftReport(tuple(findings), len(files), tuple(notes))
     if refit is not None:
         from costmodels.freezing.rescale import fit_rescale
@@ -198,7 +205,7 @@ def _measured(times: Path | str | None, names: Sequence[str], notes: list[str]) 
         notes.append(f"{len(found) - len(known)} measured steps have no batch here")
     if any(row.plan is None for row in known.values()):
         notes.append(
-            "steps without a plan column were planned again (seed 0, no previous plan), as training may not have"
+            "steps without a plan column were planned again (seed 0, one after another), as training may not have"
         )
     return known
 
@@ -209,14 +216,15 @@ def _plan_all(
     measured: Mapping[str, StepTimes],
     notes: list[str],
     observer: Observer | None,
-) -> tuple[dict[str, np.ndarray], list[float]]:
-    """Price the plans that ran, and plan the latest batches with both settings.
+) -> tuple[dict[str, np.ndarray], list[tuple[_Costs, _Costs]]]:
+    """Price the plans that ran, and plan the latest batches with both settings, one after another as in training.
 
-    Return the predicted block seconds of measured steps, [B, C] each, and the log of tuned over untuned time of those
-    planned with both.
+    Return the predicted block seconds of measured steps, [B, C] each, and what the batches planned with both cost under
+    the bundle's settings and under the default ones.
     """
     from profiler import Observer
     from search import StopCriterion
+    from search.tuning.objective import told_slack
 
     observer = observer or Observer()
     given = {
@@ -229,27 +237,30 @@ def _plan_all(
     with contextlib.suppress(RoutePackError):  # compiles before anything is timed; so short a search may break a limit
         planner.plan(next(iter(batches.values())), stop=StopCriterion(max_iterations=1))
     prices: dict[str, np.ndarray] = {}
-    ratios: list[float] = []
+    pairs: list[tuple[_Costs, _Costs]] = []
     without: list[str] = []
+    ours = others = None
     observer.start("batches", len(batches))
     for name, batch in batches.items():
         observer.now("batches", name)
         if name in compared or (name in measured and name not in given):
-            plan, tuned_s = _timed_plan(planner, batch)
+            ours, costs = _timed_plan(planner, batch, ours)
         if name in compared and untuned is not None:
             try:
-                ratios.append(np.log(tuned_s / _timed_plan(untuned, batch)[1]))
+                others, default_costs = _timed_plan(untuned, batch, others)
+                pairs.append((costs, default_costs))
             except RoutePackError as error:  # a limit, as of received rows, that only the tuned settings keep
                 without.append(f"{name}: {error}")
-        if name in measured:
-            prices[name] = _block_seconds(planner, batch, given.get(name) or plan)
+        if name in measured and (ran := given.get(name) or ours) is not None:
+            prices[name] = _block_seconds(planner, batch, ran)
         observer.advance("batches")
     observer.finish("batches")
     if without:
-        notes.append(f"{len(without)} batches have no comparison, the untuned settings find no plan ({without[0]})")
-    if ratios:
-        notes.append("planning is counted as processor time of all threads; a study plans in one thread: the same sum")
-    return prices, ratios
+        notes.append(f"{len(without)} batches have no comparison, the default settings find no plan ({without[0]})")
+    if pairs:
+        slack = told_slack(planner.provenance.get("hidden_planning_s"))
+        notes.append(f"{slack}; it is processor time of all threads: a study plans in one, with the same sum")
+    return prices, pairs
 
 
 def _given_plan(path: Path, planner: Planner, batch: StepBatch, name: str) -> Plan:
@@ -272,17 +283,16 @@ def _untuned(planner: Planner, notes: list[str]) -> Planner | None:
     """Return the planner with the settings the study started from; None where those are the tuned ones."""
     params = replace(planner.params, **planner.provenance.get("default_params", {}))
     if params == planner.params:
-        notes.append("the bundle holds the untuned settings: there is nothing to lose to")
+        notes.append("the bundle holds the default settings: there is nothing to lose to")
         return None
     return replace(planner, params=params)
 
 
-def _timed_plan(planner: Planner, batch: StepBatch) -> tuple[Plan, float]:
-    """Return the plan, and its predicted step time with the planning time that is not hidden: as a study counts it,
-    the processor time of all threads."""
-    start, hidden_s = time.process_time(), float(planner.provenance.get("hidden_planning_s", 0.0))
-    plan = planner.plan(batch)
-    return plan, plan.predicted.step_time_s + max(0.0, time.process_time() - start - hidden_s)
+def _timed_plan(planner: Planner, batch: StepBatch, previous: Plan | None) -> tuple[Plan, _Costs]:
+    """Return the plan and its costs; planning is the processor time of all threads."""
+    start = time.process_time()
+    plan = planner.plan(batch, previous=previous)
+    return plan, _Costs(plan.predicted.step_time_s + plan.moves.seconds, time.process_time() - start)
 
 
 def _block_seconds(planner: Planner, batch: StepBatch, plan: Plan) -> np.ndarray:
@@ -331,30 +341,45 @@ def _workload(planner: Planner, batches: Mapping[str, StepBatch], notes: list[st
     recent = workload_statistics(list(batches), batches.values())
     if len(tuned) < 2:
         notes.append("one tuning batch: its spread is unknown, limits of the workload are the least ones")
+    if len(batches) < LEAST_COMPARED:
+        notes.append(
+            f"{len(batches)} batches are too few to judge a shift of the workload by: at least {LEAST_COMPARED}"
+        )
     for name, (change, distance, limit) in compare_workloads(tuned, recent).items():
         yield Finding(
             name,
             TUNE,
-            distance > limit,
+            distance > limit and len(batches) >= LEAST_COMPARED,
             f"{change:+.0f}% (distance {distance:.0f}%, limit {limit:.0f}%)",
             {"change_pct": change, "distance_pct": distance, "limit_pct": limit},
         )
 
 
-def _settings(log_gains: np.ndarray, notes: list[str]) -> Finding:
-    """Return the mean gain of tuned over untuned settings with its bootstrap interval, batches drawn with replacement;
-    beyond is a loss that is sure."""
+def _settings(pairs: Sequence[tuple[_Costs, _Costs]], slack_s: float | None, notes: list[str]) -> Finding:
+    """Return the mean gain of the bundle's over the default settings in what a study minimises, with its bootstrap
+    interval, batches drawn with replacement; beyond is a loss that is sure."""
+    from search.tuning.objective import exposed_planning_s
+
+    def total_s(costs: _Costs, default: _Costs) -> float:
+        return costs.step_s + exposed_planning_s(costs.plan_s, default.plan_s, slack_s)
+
+    log_gains = np.log([total_s(ours, default) / total_s(default, default) for ours, default in pairs])
+    means_s = np.array(pairs).mean(axis=0)  # [ours or default, step and moves or planning]
     rng, count = np.random.default_rng(0), log_gains.size
     means = log_gains[rng.integers(0, count, (2000, count))].mean(axis=1)
     gain, low, high = (-100 * np.expm1([log_gains.mean(), *np.quantile(means, (0.975, 0.025))])).tolist()
+    (step_s, plan_s), (default_step_s, default_plan_s) = means_s.tolist()
     if count < LEAST_COMPARED:
         notes.append(f"{count} batches are too few to compare settings on: at least {LEAST_COMPARED}")
     return Finding(
         "settings",
         TUNE,
         count >= LEAST_COMPARED and high < 0 and gain < -LEAST_LOSS_PCT,
-        f"gain {gain:+.2f}% over the untuned ones on {count} batches (95% {low:+.2f} to {high:+.2f})",
-        {"batches": count, "gain_pct": gain, "low_pct": low, "high_pct": high},
+        f"gain {gain:+.2f}% over the default ones on {count} batches (95% {low:+.2f} to {high:+.2f}); step and moves "
+        f"{default_step_s:.4g} -> {step_s:.4g} s, planning {default_plan_s:.2g} -> {plan_s:.2g} s",
+        {"batches": count, "gain_pct": gain, "low_pct": low, "high_pct": high}
+        | {"step_and_moves_s": step_s, "default_step_and_moves_s": default_step_s}
+        | {"plan_s": plan_s, "default_plan_s": default_plan_s},
     )
 
 

@@ -66,7 +66,7 @@ def bundle_facts(bundle: Path, registered: str | None) -> dict[str, Any]:
     from routepack_tune.bundle import PLANNER_FILE
 
     known = read_json(bundle / PLANNER_FILE, "Bundle file")["provenance"]
-    names = ("export", "export_reason", "trial", "held_out_gain_pct")
+    names = ("export", "export_reason", "trial", "held_out")
     uri = f"models:/{registered}@champion" if registered else None
     return {"bundle": bundle, "registered": uri, **{name: known.get(name) for name in names}}
 
@@ -74,11 +74,18 @@ def bundle_facts(bundle: Path, registered: str | None) -> dict[str, Any]:
 def plan_facts(plan: Plan, out: Path) -> dict[str, Any]:
     """Return what a plan should take, against the default and the proven bound."""
     times = {"predicted": asdict(plan.predicted), "default": asdict(plan.default)}
-    moves = {"experts": len(plan.moves.experts), "bytes": plan.moves.bytes, "seconds": plan.moves.seconds}
+    total_s = plan.predicted.step_time_s + plan.moves.seconds
+    moves = {
+        "priced": plan.provenance.get("previous_placement_id") is not None,
+        "experts": len(plan.moves.experts),
+        "bytes": plan.moves.bytes,
+        "seconds": plan.moves.seconds,
+    }
     return {
         "plan": out,
         **times,
-        "speedup": plan.default.step_time_s / plan.predicted.step_time_s,
+        "step_and_moves_s": total_s,
+        "speedup": plan.default.step_time_s / total_s,
         "lower_bound_s": plan.lower_bound_s,
         "gap": plan.gap,
         "rows": plan.num_rows,
@@ -91,7 +98,8 @@ def plan_facts(plan: Plan, out: Path) -> dict[str, Any]:
 
 def quickstart_facts(result: QuickstartResult) -> dict[str, Any]:
     """Return what the quickstart found; everything in it is synthetic."""
-    return {"synthetic": True, **asdict(result)}
+    outcomes = [{**asdict(one), "total_s": one.total_s} for one in result.outcomes]
+    return {"synthetic": True, **asdict(result), "outcomes": outcomes}
 
 
 def finite(value: Any) -> Any:

@@ -146,11 +146,18 @@ def bundle_summary(out: Path, registered: str | None) -> str:
 def plan_summary(plan: Plan, out: Path) -> str:
     """Say what the plan should take, against the default and the proven bound."""
     predicted, default = plan.predicted, plan.default
+    total_s = predicted.step_time_s + plan.moves.seconds
+    moves = "moves not priced: no --previous, as in the first step of a job"
+    if plan.provenance.get("previous_placement_id"):
+        moves = (
+            f"moving {len(plan.moves.experts)} experts before it {plan.moves.seconds:.4g} s, together {total_s:.4g} s"
+        )
     lines = [
         f"Plan: {out}",
         f"  predicted step {predicted.step_time_s:.4g} s (attention {predicted.attention_s:.4g}, experts "
         f"{predicted.experts_s:.4g}, rest {predicted.rest_s:.4g}) in {plan.num_rows} rows",
-        f"  default plan {default.step_time_s:.4g} s: {default.step_time_s / predicted.step_time_s:.3f}x; within "
+        f"  {moves}",
+        f"  default plan {default.step_time_s:.4g} s: {default.step_time_s / total_s:.3f}x; the step is within "
         f"{100 * plan.gap:.1f}% of the proven bound",
     ]
     counted = [f"{name.replace('_', ' ')} {count}" for name, count in plan.counters.items() if count]
@@ -161,23 +168,26 @@ def plan_summary(plan: Plan, out: Path) -> str:
 
 
 def print_quickstart(result: QuickstartResult) -> None:
-    """Print the quickstart's last words: a table of default plan, published baselines and tuned plan, and the time."""
+    """Print the quickstart's last words: a table of default plan, published baselines and ours, and the time."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Column, Table
 
-    title = "Held-out synthetic batches, predicted step times. lost: share lost to imbalance"
-    columns = [Column(name, justify="right", no_wrap=True) for name in ("step time", "speed", "lost", "plan time")]
+    title = "Held-out synthetic batches one after another, predicted. speed: of step + moves; lost: to imbalance"
+    names = ("step", "moves", "speed", "moves free", "lost", "planning")
+    columns = [Column(name, justify="right", no_wrap=True) for name in names]
     planner = Column("planner", no_wrap=True)
     table = Table(planner, *columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     default, tuned = result.outcomes[0], result.outcomes[-1]
     for one in result.outcomes:
         plan_time = f"{one.plan_s:.2f} s" if one.plan_s >= 0.1 else f"{1000 * one.plan_s:.0f} ms"
-        times = f"{one.step_s:.3f} s", f"{default.step_s / one.step_s:.2f}x", f"{one.lost_share:.1%}", plan_time
+        speeds = f"{default.total_s / one.total_s:.2f}x", f"{default.total_s / one.free_s:.2f}x"
+        times = f"{one.step_s:.3f} s", f"{one.move_s:.3f} s", *speeds, f"{one.lost_share:.1%}", plan_time
         table.add_row(one.planner, *times, style="bold green" if one is tuned else "dim" if one is default else None)
     stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in result.seconds.items())
     console, took_s = Console(highlight=False), sum(result.seconds.values())
     console.print(table)
+    console.print(result.tuning, soft_wrap=True)
     console.print(f"Took {took_s:.0f} s ({stages}). Report: {result.report}", soft_wrap=True)
     origin = "Synthetic batches, published H200 times, assumed backward factors"
     console.print(f"{origin}: measure your own with `routepack profile`.", soft_wrap=True)

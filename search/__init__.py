@@ -4,7 +4,14 @@ Shape suffixes in this package: N samples, R rows, D DP slots, B EP blocks, U un
 E experts, P EP ranks, C attention classes, K nodes of a table. Where cells are meant, D counts those of all rows.
 """
 
-from search.baselines.catalog import BASELINES, DEFAULT_BASELINE, SEARCH_BASELINES, SHOWN_BASELINES, price_baseline
+from search.baselines.catalog import (
+    BASELINES,
+    DEFAULT_BASELINE,
+    SEARCH_BASELINES,
+    SHOWN_BASELINES,
+    place_baseline,
+    price_baseline,
+)
 from search.bounds import lower_bound_ns
 from search.evaluate import Evaluation, balanced_ns, evaluate
 from search.joint import plan_step
@@ -40,6 +47,7 @@ __all__ = [
     "check_plan",
     "evaluate",
     "lower_bound_ns",
+    "place_baseline",
     "plan_step",
     "price_baseline",
     "run_study",

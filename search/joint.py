@@ -141,7 +141,12 @@ def _certified(
         counters=problem.counters | beyond,
         notes=(*tables.notes, *assumed),
         moves=moves,
-        provenance={"batch_hash": batch.data_hash, "tables_hash": tables.tables_hash, **searched},
+        provenance={
+            "batch_hash": batch.data_hash,
+            "tables_hash": tables.tables_hash,
+            "previous_placement_id": None if previous is None else previous.placement_id,
+            **searched,
+        },
     )
     check_plan(plan, problem.lengths, problem.num_experts)
     _check_job(problem, plan, priced.rank_rows_RBPL)

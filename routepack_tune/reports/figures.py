@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 INK = "#4f5b66"
 """Drawn colour of text and axes; in an inline SVG it becomes the page's own text colour."""
+MOVES = "#8b5cf6"
 ATTENTION, EXPERTS, REST, BEFORE, AFTER, DOUBTFUL = "#3b82f6", "#f59e0b", "#94a3b8", "#94a3b8", "#10b981", "#ef4444"
 STYLE: Any = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "legend.labelcolor"), INK),

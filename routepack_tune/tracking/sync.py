@@ -249,7 +249,6 @@ def outcome_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         "best_trial": summary["best"]["number"],
         "default_settings_objective": (summary["default"] or {}).get("value"),
         **{f"holdout_{name}": number for name, number in (holdout["gain"] or {}).items()},
-        **{f"holdout_{name}_{of}": mean for of, means in holdout["means"].items() for name, mean in means.items()},
         **{f"overhead_{name}": value for name, value in summary["overhead"].items()},
         **{f"trials_{state}": count for state, count in summary["trials"].items()},
         **number_metrics(summary),

@@ -23,7 +23,8 @@ from search.baselines.frameworks import (
 from search.baselines.routepack import solve_open_instruct, solve_routepack
 from search.evaluate import Evaluation, evaluate
 from search.packing.bins import Packing, pack_ffd, pack_karmarkar_karp, sample_flops
-from search.placement.lpt import identity_placement, lpt_placement
+from search.placement.lpt import identity_placement, lpt_placement, placement_of_ranks, ranks_of_slots
+from search.placement.placer import nearer_home
 from search.problem import Problem
 
 PACKINGS: dict[str, Callable[[Problem], Packing]] = {
@@ -73,6 +74,15 @@ def price_baseline(problem: Problem, name: str) -> tuple[Evaluation, int]:
     packing, placement = name.rsplit(" + ", 1)
     packed = PACKINGS[packing](problem)
     return price_packing(problem, packed, PLACEMENTS[placement](problem)), packed[2]
+
+
+def place_baseline(problem: Problem, name: str, old_LE: np.ndarray | None = None) -> np.ndarray:
+    """Return a baseline's placement [L, E]; from an earlier one, ranks are renamed so that few experts move."""
+    found_LE = PLACEMENTS[name.rsplit(" + ", 1)[1]](problem)
+    if old_LE is None:
+        return found_LE
+    ranks_LE, old_ranks_LE = (ranks_of_slots(placement_LE, problem.num_ranks) for placement_LE in (found_LE, old_LE))
+    return placement_of_ranks(nearer_home(ranks_LE, old_ranks_LE, problem.num_ranks), problem.num_ranks, old_LE)
 
 
 def price_packing(problem: Problem, packing: Packing, placement_LE: np.ndarray) -> Evaluation:

@@ -51,7 +51,8 @@ def test_plan(ask, job):
     for name in ("predicted", "default", "lower_bound_s", "gap", "plan_hash", "notes", "counters"):
         assert said[name] == plan[name]
     assert said["rows"] == plan["num_microbatches"]
-    assert said["moves"] == {"experts": 0, "bytes": 0, "seconds": 0.0}
+    assert said["moves"] == {"priced": False, "experts": 0, "bytes": 0, "seconds": 0.0}
+    assert said["step_and_moves_s"] == plan["predicted"]["step_time_s"]
     assert said["speedup"] == pytest.approx(plan["default"]["step_time_s"] / plan["predicted"]["step_time_s"])
 
 
@@ -86,12 +87,13 @@ def test_profile(ask, job):
 
 
 def test_quickstart(ask, monkeypatch, tmp_path):
-    outcome = Outcome("default", 2.0, 1.0, 1.0, 0.0, float("nan"), 3, 0.1)
-    made = QuickstartResult([outcome], {"fit": 1.0}, tmp_path / "report.html")
+    outcome = Outcome("default", 2.0, 1.0, 1.0, 0.0, 0.5, 2.0, float("nan"), 3, 0.1)
+    made = QuickstartResult([outcome], "Tuning gained.", {"fit": 1.0}, tmp_path / "report.html")
     monkeypatch.setattr("routepack_tune.quickstart.quickstart", lambda *_, **__: made)
     code, said = ask("quickstart")
     assert (code, said["report"], said["synthetic"]) == (0, str(tmp_path / "report.html"), True)
     assert (said["outcomes"][0]["step_s"], said["outcomes"][0]["lost_share"]) == (2.0, None)
+    assert said["outcomes"][0]["total_s"] == 2.5
 
 
 def test_an_error_stays_one_line_on_stderr(capsys, job):

@@ -50,7 +50,7 @@ def test_foreign_folder_is_left_alone(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("x")
     assert main(["quickstart", "--out", str(tmp_path)]) == 1
     assert "no quickstart folder" in capsys.readouterr().err
-    with pytest.raises(RoutePackError, match="no quickstart folder"):
+    with pytest.raises(RoutePackError, match="is a file, a folder is to be written there"):
         quickstart(tmp_path / "thesis.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 

@@ -17,12 +17,12 @@ from profiler import Topology
 from routepack_tune.bundle import untuned_planner
 from routepack_tune.config import load_config
 from routepack_tune.reports.comparison import (
-    TUNED,
     Outcome,
     RankLoad,
     compare_planners,
     loads_before_and_after,
     lost_share,
+    our_name,
     rank_load,
 )
 from routepack_tune.reports.figures import as_svg, panels, plot_bars
@@ -32,7 +32,10 @@ from search import BASELINES, DEFAULT_BASELINE, build_problem, price_baseline
 
 
 def outcome(name, step_s, lost=0.1):
-    return Outcome(name, step_s, step_s / 2, step_s / 4, step_s / 4, lost, 3, 0.01)
+    return Outcome(name, step_s, step_s / 2, step_s / 4, step_s / 4, 0.0, step_s, lost, 3, 0.01)
+
+
+OURS = "RoutePack-Tune (tuned settings)"
 
 
 @given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.integers(1, 3), st.integers(0, 10**6))
@@ -70,7 +73,7 @@ LONG = ("first-fit decreasing + identity", "Karmarkar-Karp on FLOPs + identity",
 
 
 def test_bars_of_any_names_keep_names_values_and_legend_apart():
-    found = [outcome(name, 2.0 + k) for k, name in enumerate((*LONG, TUNED))]
+    found = [outcome(name, 2.0 + k) for k, name in enumerate((*LONG, OURS))]
     figure = panels(7.2, 0.62 * len(found) + 1.2, partial(plot_time_split, found))
     (ax,) = figure.axes
     names, legend = ax.get_yticklabels(), ax.get_legend()
@@ -116,8 +119,10 @@ def test_comparison_covers_default_baselines_and_tuned(job, planner):
     batches = [load_step_batch(job.steps / f"step0{i}.npz", planner.spec) for i in (0, 1)]
     found = compare_planners(planner, batches)
     assert found[0].planner == DEFAULT_BASELINE
-    assert found[-1].planner == TUNED
-    assert {one.planner for one in found} <= {*BASELINES, TUNED}
+    ours = found[-1]
+    assert ours.planner == "RoutePack-Tune (default settings)"  # no study, no tuned settings
+    assert our_name(dataclasses.replace(planner, provenance={"export": "best"})) == OURS
+    assert {one.planner for one in found} <= {*BASELINES, ours.planner}
     problem = build_problem(batches[0], planner.tables, planner.spec, planner.topology, planner.max_tokens)
     priced, rows = price_baseline(problem, DEFAULT_BASELINE)
     other = build_problem(batches[1], planner.tables, planner.spec, planner.topology, planner.max_tokens)
@@ -129,6 +134,15 @@ def test_comparison_covers_default_baselines_and_tuned(job, planner):
     for one in found:
         assert one.step_s == pytest.approx(one.attention_s + one.experts_s + one.rest_s)
         assert 0 <= one.lost_share < 1
+        assert one.total_s == one.step_s + one.move_s
+        moving = one is ours or "LPT" in one.planner
+        assert (one.move_s > 0) == moving  # experts in place never move
+    previous = planner.plan(batches[0])
+    chain = [previous := planner.plan(batch, previous=previous) for batch in batches]
+    fresh = [planner.plan(batch) for batch in batches]
+    assert ours.step_s == pytest.approx(np.mean([plan.predicted.step_time_s for plan in chain]))
+    assert ours.move_s == pytest.approx(np.mean([plan.moves.seconds for plan in chain]))
+    assert ours.free_s == pytest.approx(np.mean([plan.predicted.step_time_s for plan in fresh]))
 
 
 @pytest.mark.parametrize("changed", [{"sequence_alignment": 32}, {"couple_blocks": True}])
@@ -159,9 +173,14 @@ def report():
     spec, notes = SimpleNamespace(name="tiny & synthetic"), ["backward is assumed 2x forward"]
     planner = SimpleNamespace(spec=spec, topology=Topology(data_parallel_size=2), max_tokens=8, notes=notes)
     device = {"name": "<H200>", "arch": "sm_90", "origin": "published"}
-    summary = {"names": {"tuned": ["a"], "holdout": ["b"]}, "best": {"number": 1}}
+    summary = {
+        "names": {"tuned": ["a"], "holdout": ["b"]},
+        "best": {"number": 1},
+        "export": "best",
+        "export_reason": "step time and moves gain +0.40%",
+    }
     study = {"fingerprint": device, "config": {"topology": {}}, "summary": summary, "tables_hash": "0"}
-    found = [outcome(DEFAULT_BASELINE, 2.0, 0.4), outcome("first-fit decreasing + LPT", 1.5), outcome(TUNED, 1.0)]
+    found = [outcome(DEFAULT_BASELINE, 2.0, 0.4), outcome("first-fit decreasing + LPT", 1.5), outcome(OURS, 1.0)]
     return quickstart_page(planner, study, found, loads)
 
 
@@ -185,7 +204,13 @@ def test_page_is_whole_and_loads_nothing(report):
     assert "url(http" not in page
     assert "tiny &amp; synthetic on 2 data-parallel slots" in page
     assert "&lt;H200&gt;" in page
-    for words in ("synthetic batches, predicted times", "assumed", "2.00x", "40.0% → 10.0%"):
+    for words in (
+        "synthetic batches, predicted times",
+        "assumed",
+        "2.00x",
+        "40.0% → 10.0%",
+        "Tuning gained. step time and moves gain +0.40%",
+    ):
         assert words in page
     assert "prefers-color-scheme" in page
     assert page.rstrip().endswith("</html>")

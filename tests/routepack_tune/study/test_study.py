@@ -346,7 +346,7 @@ def test_chosen_cap_and_its_tables_reach_the_bundle(study, tmp_path):
 
 def test_registry_failure_leaves_the_bundle_and_says_so(study, tmp_path, capsys):
     document = json.loads((study / "study.json").read_text())
-    document["tracking"]["tracking_uri"] = "sqlite:////nowhere/at/all/mlflow.db"
+    document["tracking"]["tracking_uri"] = "sqlite:////proc/nowhere/mlflow.db"
     (study / "study.json").write_text(json.dumps(document))
     assert main(["deploy", str(study), "--out", str(tmp_path / "bundle"), "--register", "tiny"]) == 1
     err = capsys.readouterr().err
