@@ -18,11 +18,13 @@ import inspect
 import logging
 import os
 import pickle
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import numba
 from numba import njit
 from numba.core import caching
 from numba.core.dispatcher import Dispatcher
@@ -40,7 +42,7 @@ def compiled(function: Callable | None = None, *, inline: Literal["never", "alwa
     kernel: Any = njit(nogil=True, inline=inline)(function)
     if isinstance(kernel, Dispatcher):  # not so under NUMBA_DISABLE_JIT
         _STAMPS[kernel] = _stamp(function)
-        kernel.__dict__["_cache"] = _Cache(function, _STAMPS[kernel])
+        kernel.__dict__["_cache"] = _Cache(function)
     return kernel
 
 
@@ -57,47 +59,64 @@ def _text(path: str) -> bytes:
     return Path(path).read_bytes()
 
 
-class _Given(caching.UserProvidedCacheLocator):
-    """The folder ``NUMBA_CACHE_DIR`` though it can only be read: it was filled when an image was made."""
+@functools.cache
+def cache_folder(source: str, given: str) -> str:
+    """Return where kernels of a folder are kept: ``given``, beside the source, or below the user's home.
+
+    The first that can be written, or one that can only be read: it may have been filled when an image was made.
+    Without a home there is none: numba would make a folder ``~`` wherever the process runs.
+    """
+    named = f"{os.path.basename(source)}_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    beside, home = os.path.join(source, "__pycache__"), os.path.expanduser("~/.cache")
+    if given and (_writable(folder := os.path.join(given, named)) or os.path.isdir(folder)):
+        return folder
+    if not _writable(beside) and os.path.isabs(home):
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or home, "numba", named)
+        return folder if _writable(folder) else beside
+    return beside
+
+
+def _writable(folder: str) -> bool:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+class _Locator:
+    """Where one kernel is kept, in numba's terms."""
+
+    def __init__(self, function: Callable, path: str) -> None:
+        self._py_file, self._line, self._stamp = path, function.__code__.co_firstlineno, _stamp(function)
+        self._folder = cache_folder(os.path.dirname(os.path.abspath(path)), numba.config.CACHE_DIR)  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_function(cls, function: Callable, path: str) -> Self:
+        return cls(function, path)
+
+    def get_cache_path(self) -> str:
+        return self._folder
+
+    def get_source_stamp(self) -> str:
+        return self._stamp
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
 
     def ensure_cache_path(self) -> None:
-        os.listdir(self.get_cache_path())
+        os.makedirs(self._folder, exist_ok=True)
 
 
-class _Home(caching.UserWideCacheLocator):
-    """The user's cache folder. Without a home numba would make a folder ``~`` wherever the process runs."""
-
-    def ensure_cache_path(self) -> None:
-        if not os.path.isabs(self.get_cache_path()):
-            raise FileNotFoundError(self.get_cache_path())
-        super().ensure_cache_path()
-
-
-class _AsInstalled(caching.InTreeCacheLocator):
-    """Beside the source, whether it can be written or not."""
-
-    def ensure_cache_path(self) -> None:
-        pass
-
-
-class _Folder(caching.CompileResultCacheImpl):
-    _locator_classes = [  # noqa: RUF012
-        caching.UserProvidedCacheLocator,
-        _Given,
-        caching.InTreeCacheLocator,
-        _Home,
-        _AsInstalled,
-    ]
+class _Files(caching.CompileResultCacheImpl):
+    _locator_classes = [_Locator]  # noqa: RUF012
 
 
 class _Cache(caching.FunctionCache):
     """numba's cache of one kernel, which gives up where numba would raise."""
 
-    _impl_class = _Folder
-
-    def __init__(self, function: Callable, stamp: str) -> None:
-        super().__init__(function)
-        self._cache_file = caching.IndexDataCacheFile(self.cache_path, self._impl.filename_base, stamp)
+    _impl_class = _Files
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -111,7 +130,7 @@ class _Cache(caching.FunctionCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            self._impl.locator.ensure_cache_path()
+            os.makedirs(self.cache_path, exist_ok=True)
             # Two processes that add different types at once would give their code one name.
             with open(os.path.join(self.cache_path, "routepack.lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -78,8 +78,8 @@ def check_replaceable(out: Path | str, marker: str) -> None:
         raise RoutePackError(f"{out} {problem}. Choose another --out.")
 
 
-def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
-    """Load a bundle for the device of this process.
+def load_planner(path: Path | str, allow_mismatch: bool = False, warm_up: bool = True) -> Planner:
+    """Load a bundle for the device of this process, ready to plan.
 
     Parameters
     ----------
@@ -87,6 +87,8 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
         The bundle's folder, or ``models:/NAME@ALIAS`` of MLflow's registry (this one form contacts a server).
     allow_mismatch
         Use a bundle tuned for another device, with a warning.
+    warm_up
+        Compile now what plans run (:meth:`Planner.warm_up`), not in the first training step.
 
     Raises
     ------
@@ -108,7 +110,10 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
         )
     wanted = DeviceFingerprint.from_dict(document["fingerprint"])
     notes = _check_device(wanted, str(path), allow_mismatch)
-    return Planner(spec, topology, cap, params, tables, wanted, document["provenance"], (*tables.notes, *notes))
+    planner = Planner(spec, topology, cap, params, tables, wanted, document["provenance"], (*tables.notes, *notes))
+    if warm_up:
+        planner.warm_up()
+    return planner
 
 
 def untuned_planner(costmodel: Path | str, settings: Config) -> Planner:
