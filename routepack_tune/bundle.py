@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
+from profiler.extras import extras_named
 from profiler.files import content_hash, file_hash, new_folder, read_json, write_text
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
@@ -78,6 +79,7 @@ def check_replaceable(out: Path | str, marker: str) -> None:
         raise RoutePackError(f"{out} {problem}. Choose another --out.")
 
 
+@extras_named()
 def load_planner(path: Path | str, allow_mismatch: bool = False, warm_up: bool = True) -> Planner:
     """Load a bundle for the device of this process, ready to plan.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from profiler.errors import RoutePackError
+from profiler.extras import extras_named
 from routepack_tune.config import check_tracking_uri, without_password
 from routepack_tune.tracking.store import KIND, SQLITE, Store, log_pyfunc, quiet_mlflow, what_mlflow_said
 
@@ -55,6 +56,7 @@ def promote(client: Any, name: str, version: str) -> None:
         client.set_registered_model_alias(name, PREVIOUS, before)
 
 
+@extras_named()
 def rollback(name: str, tracking_uri: str | None = None) -> RolledBack:
     """Make the registered planner's earlier version the champion again; called twice, nothing has changed.
 
