@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from costmodels.compiled import compiled
 from costmodels.cost_model import COST_MODEL_FILE, CostModel, tables_for, tables_key
 from costmodels.fit import fit_cost_model
 from costmodels.freezing.freeze import freeze_tables
@@ -13,6 +14,7 @@ __all__ = [
     "CostModel",
     "FitParams",
     "StepTables",
+    "compiled",
     "fit_cost_model",
     "freeze_tables",
     "lookup_many_ns",

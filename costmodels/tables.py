@@ -19,8 +19,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
+from costmodels.compiled import compiled
 from profiler.errors import RoutePackError
 from profiler.files import arrays_hash, canonical_json, write_bytes
 
@@ -30,7 +30,7 @@ PRICED = "priced: "
 TABLES = ("sequence_ns", "cell_ns", "expert_rank_ns", "exchange_ns")
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def lookup_ns(table, shift, x):
     """Return the time at ``x`` of a table with nodes every ``1 << shift``, integer nanoseconds."""
     node = x >> shift

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.device.fingerprint import DeviceFingerprint, Match, compare_fingerprints, fingerprint_device
 from profiler.errors import RoutePackError
+from profiler.extras import extras_named
 from profiler.measurements import Measurements
 from profiler.model_spec import SHIPPED_MODELS, ModelSpec, load_model
 from profiler.observer import Observer
@@ -42,12 +43,5 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _LAZY:
             raise AttributeError(f"module 'profiler' has no attribute {name!r}")
-        try:
+        with extras_named():
             return getattr(import_module(_LAZY[name]), name)
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            raise RoutePackError(
-                "Profiling needs torch, which is not installed here. Install it (pip install torch), or import "
-                "published timings with --published."
-            ) from None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
+from profiler.extras import extras_named
 from profiler.files import check_place, write_text
 from routepack_tune.bundle import COST_MODEL_FILE, check_replaceable
 from routepack_tune.config import load_config
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["check", "deploy", "fit", "plan", "profile", "rollback", "tune"]
 
 
+@extras_named()
 def profile(
     config: Path | str,
     out: Path | str,
@@ -88,6 +90,7 @@ def profile(
     return measurements
 
 
+@extras_named()
 def fit(
     measurements: Paths,
     config: Path | str,
@@ -121,6 +124,7 @@ def fit(
     return model
 
 
+@extras_named()
 def plan(
     step: Path | str,
     out: Path | str,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
+from profiler.extras import extras_named
 from profiler.files import check_place, content_hash, file_hash, new_folder, read_json, write_text
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
@@ -77,8 +78,9 @@ def check_replaceable(out: Path | str, marker: str) -> None:
         raise RoutePackError(f"{out} {problem}. Choose another --out.")
 
 
-def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
-    """Load a bundle for the device of this process.
+@extras_named()
+def load_planner(path: Path | str, allow_mismatch: bool = False, warm_up: bool = True) -> Planner:
+    """Load a bundle for the device of this process, ready to plan.
 
     Parameters
     ----------
@@ -86,6 +88,8 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
         The bundle's folder, or ``models:/NAME@ALIAS`` of MLflow's registry (this one form contacts a server).
     allow_mismatch
         Use a bundle tuned for another device, with a warning.
+    warm_up
+        Compile now what plans run (:meth:`Planner.warm_up`), not in the first training step.
 
     Raises
     ------
@@ -107,7 +111,10 @@ def load_planner(path: Path | str, allow_mismatch: bool = False) -> Planner:
         )
     wanted = DeviceFingerprint.from_dict(document["fingerprint"])
     notes = _check_device(wanted, str(path), allow_mismatch)
-    return Planner(spec, topology, cap, params, tables, wanted, document["provenance"], (*tables.notes, *notes))
+    planner = Planner(spec, topology, cap, params, tables, wanted, document["provenance"], (*tables.notes, *notes))
+    if warm_up:
+        planner.warm_up()
+    return planner
 
 
 def untuned_planner(costmodel: Path | str, settings: Config) -> Planner:

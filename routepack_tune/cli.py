@@ -161,7 +161,7 @@ def plan(
 
 def _planner(bundle: Path | None, costmodel: Path | None, config: Path | None, allow_mismatch: bool) -> Planner:
     if bundle is not None and costmodel is None and config is None:
-        return load_planner(bundle, allow_mismatch)
+        return load_planner(bundle, allow_mismatch, warm_up=False)
     if bundle is None and costmodel is not None and config is not None:
         return untuned_planner(costmodel, load_config(config))
     raise RoutePackError("Give either --bundle, or --costmodel together with --config.")

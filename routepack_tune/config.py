@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from profiler.errors import RoutePackError, explained
+from profiler.extras import extras_named
 
 if TYPE_CHECKING:
     from costmodels import FitParams
@@ -72,6 +73,7 @@ def without_password(url: str) -> str:
     return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
 
 
+@extras_named()
 def load_config(path: Path | str) -> Config:
     """Read ``routepack.yaml``; an error names the file, the key, the value, and what is valid there."""
     import yaml
@@ -88,6 +90,7 @@ def load_config(path: Path | str) -> Config:
     return parse_config(data, path.parent, str(path))
 
 
+@extras_named()
 def parse_config(data: Any, folder: Path | str, source: str) -> Config:
     """Check a mapping as if it were the content of ``routepack.yaml``; a model path is relative to ``folder``."""
     import pydantic

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from profiler.errors import RoutePackError, explained
+from profiler.extras import extras_named
 from profiler.files import check_place, file_hash, write_json
 from routepack_tune.bundle import (
     PLANNER_FILE,
@@ -91,6 +92,7 @@ class DriftReport:
         return PROFILE if PROFILE in advised else TUNE if TUNE in advised else FITS
 
 
+@extras_named()
 def check(
     bundle: Path | str,
     steps: Path | str | Sequence[Path | str],

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from routepack_tune.steps.traces import batch_from_arrays, load_step_batch
+from profiler.errors import RoutePackError
+from routepack_tune.steps.traces import LAYOUT, batch_from_arrays, load_step_batch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,13 +39,22 @@ class Planner:
         """What ``search`` needs beside a batch, in the order of its functions' arguments."""
         return self.tables, self.spec, self.topology, self.max_tokens, self.params
 
+    def warm_up(self) -> None:
+        """Compile all that a plan of this job runs, streaming included; loading a bundle does so already.
+
+        Where numba finds nothing kept from before this takes half a minute; else a fraction of a second.
+        """
+        from search import warm_up
+
+        warm_up(*self.job)
+
     def batch(self, **arrays: np.ndarray) -> StepBatch:
         """Check the arrays of one step (the names of a step batch file) and return the batch."""
         return batch_from_arrays(arrays, self.spec)
 
     def plan(
         self,
-        batch: StepBatch | Path | str,
+        batch: StepBatch | Mapping[str, Any] | Path | str,
         seed: int = 0,
         previous: Plan | None = None,
         stop: StopCriterion | None = None,
@@ -55,13 +65,13 @@ class Planner:
         Parameters
         ----------
         batch
-            A checked batch, or the path of a step batch file.
+            A checked batch, the arrays of one by name, or the path of a step batch file.
         seed
             Equal batch, bundle and seed give an equal plan, unless ``stop`` is a wall time.
         previous
             The last step's plan: experts move away from it only where that pays.
         stop
-            A budget (``search.StopCriterion``); None: the tuned number of iterations.
+            A budget (:class:`StopCriterion`); None: the tuned number of iterations.
 
         Raises
         ------
@@ -70,9 +80,22 @@ class Planner:
         """
         from search import plan_step
 
+        checked = self._checked(batch)
+        return plan_step(checked, *self.job, seed=seed, stop=stop, previous=previous, observer=observer)
+
+    def _checked(self, batch: Any) -> StepBatch:
+        from search import StepBatch
+
+        if isinstance(batch, StepBatch):
+            return batch
         if isinstance(batch, (str, Path)):
-            batch = load_step_batch(batch, self.spec, self.max_tokens)
-        return plan_step(batch, *self.job, seed=seed, stop=stop, previous=previous, observer=observer)
+            return load_step_batch(batch, self.spec, self.max_tokens)
+        if isinstance(batch, Mapping):
+            return batch_from_arrays(batch, self.spec)
+        raise RoutePackError(
+            f"Expected a step batch, a mapping with its arrays ({', '.join(LAYOUT)}) or the path of its file, got "
+            f"{type(batch).__name__}. planner.batch(lengths=..., expert_counts=...) makes one."
+        )
 
     def stream(self, seed: int = 0, previous: Plan | None = None) -> StreamingPlanner:
         """Return a planner that takes samples one by one while rollouts finish (see ``search.StreamingPlanner``).

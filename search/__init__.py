@@ -22,6 +22,7 @@ from search.stream import StreamingPlanner
 from search.tuning.objective import BatchScore
 from search.tuning.study import run_study
 from search.tuning.task import TuneParams, TuneTask
+from search.warm_up import warm_up
 
 __all__ = [
     "BASELINES",
@@ -51,4 +52,5 @@ __all__ = [
     "plan_step",
     "price_baseline",
     "run_study",
+    "warm_up",
 ]

@@ -7,10 +7,11 @@ never 0 (``seed_state`` makes one); no two threads may share it.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from costmodels import compiled
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def unit_expert_rows(counts, unit_of, num_units):
     """Return the rows of every logical expert in every unit, [U, L, E] int32, from ``counts`` [N, L, E]."""
     rows = np.zeros((num_units, counts.shape[1], counts.shape[2]), np.int32)
@@ -22,7 +23,7 @@ def unit_expert_rows(counts, unit_of, num_units):
     return rows
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sample_rank_rows(counts, order, rank_of, num_ranks):
     """Return the rows on every EP rank of the samples in ``order``, given the rank of each expert, [L, E].
 
@@ -36,13 +37,13 @@ def sample_rank_rows(counts, order, rank_of, num_ranks):
     return rows
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def over_cap_ns(peak, cap, row_ns):
     """Return what the search charges for rows above the receive cap (:attr:`search.problem.Problem.receive_wall`)."""
     return max(np.int64(0), peak - cap) * row_ns
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def layer_time_ns(layer_ns, shift, rows, sent, sent_ns):
     """Return the time of one MoE layer whose slowest rank has ``rows``, while some rank sends ``sent``.
 
@@ -67,7 +68,7 @@ def seed_state(*numbers: int) -> np.ndarray:
     return np.array([state or 1], np.uint64)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def next_random(rng):
     """Advance a xorshift64* generator (state [1] uint64, never 0) and return 64 random bits."""
     x = rng[0]
@@ -78,13 +79,13 @@ def next_random(rng):
     return x * np.uint64(0x2545F4914F6CDD1D)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def random_below(rng, n):
     """Return a random integer in [0, n), n < 2**31."""
     return np.int64(((next_random(rng) >> np.uint64(33)) * np.uint64(n)) >> np.uint64(31))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def random_threshold(rng, temperature_ns):
     """Return temperature x an exponential variate, from integer operations so that every machine agrees.
 

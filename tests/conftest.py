@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = [path for room in ("costmodels", "search") for path in sorted((ROOT / room).rglob("*.py"))]
-TEXT = b"".join(path.read_bytes() for path in KERNELS if b"njit" in path.read_bytes())
+TEXT = b"".join(path.read_bytes() for path in KERNELS if b"@compiled" in path.read_bytes())
 os.environ["NUMBA_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "numba" / hashlib.sha256(TEXT).hexdigest()[:12])
 # How fast examples run is the machine's business.
 settings.register_profile("routepack", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
+from profiler.extras import extras_named
 from profiler.files import check_place, content_hash, read_json, write_json, write_text
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, cost_model_header, typed_parts, write_bundle
 from routepack_tune.config import Config, load_config, without_password
@@ -36,6 +37,7 @@ Paths = Path | str | Sequence[Path | str]
 _LOG = logging.getLogger("routepack_tune")
 
 
+@extras_named()
 def tune(
     steps: Paths,
     costmodel: Path | str,
@@ -102,6 +104,7 @@ def tune(
         return document
 
 
+@extras_named()
 def deploy(study: Path | str, out: Path | str, register: str | None = None) -> Path:
     """Turn a study's outcome into a bundle, after planning a batch with it once more; register it if asked.
 

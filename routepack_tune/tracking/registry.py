@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from profiler.errors import RoutePackError
+from profiler.extras import extras_named
 from profiler.files import read_json
 from routepack_tune.config import check_tracking_uri, without_password
 from routepack_tune.tracking.database import database_path, make_database
@@ -104,6 +105,7 @@ def promote(client: Any, name: str, version: str, about: str = "") -> None:
         client.set_registered_model_alias(name, PREVIOUS, before)
 
 
+@extras_named()
 def rollback(name: str, tracking_uri: str | None = None) -> RolledBack:
     """Make the registered planner's earlier version the champion again; called twice, nothing has changed.
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
-from numba import njit
 
+from costmodels import compiled
 from search.evaluate import rank_loads
 from search.kernels import random_below, random_threshold, seed_state
 from search.packing.bins import Bins, Packing, cells_of_bins, fill_bins, first_fit_decreasing, karmarkar_karp
@@ -162,14 +162,14 @@ def relibra_placement(problem: Problem, *, seed: int = 0, swaps: int = SWAPS) ->
     return placement_of_ranks(np.stack(ranks), problem.num_ranks)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _power(ratio):
     for _ in range(SQUARINGS):
         ratio *= ratio
     return ratio
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def anneal_totals(totals, rank_of, num_ranks, swaps, rng):
     """Anneal the placement of one layer in place; ``rank_of`` [E] ends as the best seen. Returns its objective."""
     loads = np.zeros(num_ranks, np.int64)

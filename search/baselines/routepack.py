@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-from numba import njit
 
+from costmodels import compiled
 from search.baselines.routepack_kernels import ProxyCosts, ProxyState, fill_proxy_state, layout_score, swap_chain
 from search.kernels import random_below, sample_rank_rows, seed_state
 from search.packing.bins import Packing, heavy_first, pack_ffd
@@ -160,7 +160,7 @@ def fill_empty_cells(cell_of: np.ndarray, lengths: np.ndarray, num_cells: int) -
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fit(lengths, order, cells, most, rule, rng):
     """Return the cell of each sample packed in ``order`` up to ``most`` tokens, first entry -1 where one has no room.
 
@@ -190,7 +190,7 @@ def _fit(lengths, order, cells, most, rule, rng):
     return cell_of
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insert_by_peaks(lengths, loads, order, cells, per_unit, most):
     """Return the cell of each sample inserted in ``order`` where the unit's peaks grow least, -1 first without room.
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from costmodels import compiled
 from search.kernels import random_below, random_threshold
 
 
@@ -52,7 +52,7 @@ class ProxyState(NamedTuple):
     peak: np.ndarray  # [L] int32, scratch
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _peaks(rows, peak):
     """Return the sum over layers of the most loaded of ``rows`` [P, L]."""
     peak[:] = 0
@@ -62,7 +62,7 @@ def _peaks(rows, peak):
     return peak.sum()
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _swapped_peaks(rows, minus, plus, peak):
     """Return ``_peaks(rows - minus + plus)`` without storing it."""
     peak[:] = 0
@@ -75,7 +75,7 @@ def _swapped_peaks(rows, minus, plus, peak):
     return total
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _cells_j(costs, state, unit, cell_a, cell_b, out_a, in_a):
     """Return the cell proxies of a unit after cell a gives ``out_a`` for ``in_a`` and cell b the reverse (-1: none)."""
     first = unit * costs.scalars[P_CELLS_PER_UNIT]
@@ -94,12 +94,12 @@ def _cells_j(costs, state, unit, cell_a, cell_b, out_a, in_a):
     return total
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _experts_j(costs, peaks):
     return (peaks * costs.scalars[P_PEAK_SCALE]) >> 20
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def swap_delta(costs, state, i, j):
     """Price swapping samples i and j of different cells; the caller has checked the cap.
 
@@ -131,7 +131,7 @@ def swap_delta(costs, state, i, j):
     return new_max - old_max, delta_i + delta_j, new_i, new_j, peaks_i, peaks_j
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def max_j_delta(costs, state, i, j, new_i, new_j):
     """Return the change of the largest J when the units of i and j come to cost ``new_i`` and ``new_j``."""
     cells = costs.scalars[P_CELLS_PER_UNIT]
@@ -143,7 +143,7 @@ def max_j_delta(costs, state, i, j, new_i, new_j):
     return most - state.unit_j.max()
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def swap_apply(costs, state, i, j, priced):
     """Make the swap that ``swap_delta`` priced."""
     cells, blocks = costs.scalars[P_CELLS_PER_UNIT], costs.scalars[P_BLOCKS]
@@ -175,7 +175,7 @@ def swap_apply(costs, state, i, j, priced):
     state.unit_j[unit_i], state.unit_peaks[unit_i] = priced[2], priced[4]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def fill_proxy_state(costs, state):
     """Derive everything else from ``state.cell_of``."""
     cells, blocks = costs.scalars[P_CELLS_PER_UNIT], costs.scalars[P_BLOCKS]
@@ -199,13 +199,13 @@ def fill_proxy_state(costs, state):
         state.block_u[unit % blocks] += state.unit_j[unit]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def layout_score(state):
     """Return ``(max_b U_b, sum_b U_b, max J)``."""
     return state.block_u.max(), state.block_u.sum(), state.unit_j.max()
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _propose_swap(lengths, by_length, length_rank, cell_of, cell_tokens, cap, similar, rng):
     """Draw two samples of different cells whose swap keeps the cap; (-1, -1) when the draw does not."""
     i = random_below(rng, lengths.size)
@@ -221,7 +221,7 @@ def _propose_swap(lengths, by_length, length_rank, cell_of, cell_tokens, cap, si
     return i, j
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def swap_chain(costs, state, best_cell_of, best, rng, temperature, proposals):
     """Make ``proposals`` draws at one temperature (in J); keep the best layout seen in ``best_cell_of``, ``best`` [3].
 

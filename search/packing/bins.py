@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numba import njit
 
+from costmodels import compiled
 from profiler import RoutePackError
 from search.problem import Problem, no_packing, row_range
 
@@ -220,7 +220,7 @@ def pack_staircase(problem: Problem, num_rows: int) -> np.ndarray | None:
     return result
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill_lightest(lengths, weights, order, cells, max_tokens):
     """Return the cell of each sample, first entry -1 where a sample finds no room or a cell stays empty."""
     cell_of = np.full(lengths.size, -1, np.int64)
@@ -241,7 +241,7 @@ def _fill_lightest(lengths, weights, order, cells, max_tokens):
     return cell_of
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill_staircase(lengths, weights, cells, per_unit, max_tokens):
     """Return the cell of each sample, sorted from short to long; first entry -1 where one finds no room."""
     n = lengths.size

@@ -21,9 +21,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from costmodels import lookup_ns
+from costmodels import compiled, lookup_ns
 from search.kernels import layer_time_ns, over_cap_ns
 
 
@@ -78,13 +77,13 @@ class Move(NamedTuple):
     peak: np.ndarray  # [L] int32, scratch
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def sent_rows(costs, tokens):
     """Return the rows one rank of a slot sends when its cell holds ``tokens``."""
     return tokens * costs.sent_num // costs.sent_den
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _peaks_ns(costs, peak, sent):
     """Return the time of all MoE layers, given the rows of each layer's slowest rank, and the charge above the cap."""
     shift, layer_ns = costs.rows_shift, costs.layer_ns
@@ -99,7 +98,7 @@ def _peaks_ns(costs, peak, sent):
     return total
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _changed_experts_ns(costs, state, move, unit, sent):
     """Return the time of a unit's MoE layers after the move."""
     groups = costs.unit_groups
@@ -122,7 +121,7 @@ def _changed_experts_ns(costs, state, move, unit, sent):
     return _peaks_ns(costs, peak, sent)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _changed_attention_ns(costs, state, move, unit):
     """Return the attention of a unit and its most tokens of a cell after the move."""
     first = unit * costs.group_cells * costs.unit_groups
@@ -153,7 +152,7 @@ def _changed_attention_ns(costs, state, move, unit):
     return total, most
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _objective_delta(state, blocks, block_a, delta_a, block_b, delta_b):
     """Return the change of the objective when two blocks change by so much (deltas add when they are the same)."""
     if blocks == 1:
@@ -170,7 +169,7 @@ def _objective_delta(state, blocks, block_a, delta_a, block_b, delta_b):
     return blocks * (new - old) + delta_a + delta_b
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _least_experts_ns(costs, state, group, gained, lost, sent):
     """Bound from below the time of a group's MoE layers after it gains one sample and loses another.
 
@@ -187,7 +186,7 @@ def _least_experts_ns(costs, state, group, gained, lost, sent):
     return total
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def move_delta_ns(costs, state, move, threshold, filled):
     """Return the change of the objective by a move that keeps the cap, exact up to ``threshold``, else any above it.
 
@@ -230,7 +229,7 @@ def move_delta_ns(costs, state, move, threshold, filled):
     return _objective_delta(state, blocks, block_a, delta_a, block_b, delta_b)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def fill_rows(costs, move):
     """Fill ``move.diff`` from the two samples that change places."""
     i, j, diff, loads = move.samples[0], move.samples[2], move.diff, costs.loads
@@ -239,7 +238,7 @@ def fill_rows(costs, move):
             diff[p, m] = np.int32(loads[j, p, m]) - np.int32(loads[i, p, m])
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _unit_peak(costs, state, unit, peak):
     """Fill and return ``peak`` [L] with the rows of each layer's slowest rank in a unit as it is."""
     groups, rows = costs.unit_groups, state.group_peak
@@ -251,7 +250,7 @@ def _unit_peak(costs, state, unit, peak):
     return peak
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def move_apply(costs, state, move):
     """Make a move."""
     a, b = move.cells
@@ -282,7 +281,7 @@ def move_apply(costs, state, move):
         _refresh_unit(costs, state, b // cells // groups, move.peak)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _take_out(state, i):
     cell = state.cell_of[i]
     last = state.members[cell, state.cell_count[cell] - 1]
@@ -291,7 +290,7 @@ def _take_out(state, i):
     state.cell_count[cell] -= 1
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _put_in(state, i, cell):
     state.members[cell, state.cell_count[cell]] = i
     state.place_of[i] = state.cell_count[cell]
@@ -299,7 +298,7 @@ def _put_in(state, i, cell):
     state.cell_of[i] = cell
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _swap_cells(state, a, b):
     for k in range(max(state.cell_count[a], state.cell_count[b])):
         state.members[a, k], state.members[b, k] = state.members[b, k], state.members[a, k]
@@ -310,14 +309,14 @@ def _swap_cells(state, a, b):
         state.cell_of[state.members[b, k]] = b
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _refresh_cell(costs, state, cell):
     for c in range(costs.cell_ns.shape[0]):
         dense_ns = lookup_ns(costs.cell_ns[c], costs.tokens_shift, state.cell_tokens[cell])
         state.cell_ns[c, cell] = state.core_ns[cell, c] + dense_ns
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _add_rows(state, group, diff, sign):
     """Add ``sign`` times ``diff`` [P, L] to a group's rows. Plain loops: array expressions cost four times as much."""
     rows = state.group_rows
@@ -327,7 +326,7 @@ def _add_rows(state, group, diff, sign):
     _refresh_group(state, group)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _refresh_group(state, group):
     rows, peak, hot = state.group_rows, state.group_peak, state.group_hot
     for m in range(peak.shape[1]):
@@ -338,7 +337,7 @@ def _refresh_group(state, group):
             peak[group, m] = max(peak[group, m], rows[group, p, m])
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _refresh_unit(costs, state, unit, peak):
     cells = costs.group_cells * costs.unit_groups
     attention, most = np.int64(0), np.int64(0)
@@ -361,7 +360,7 @@ def _refresh_unit(costs, state, unit, peak):
     state.unit_ns[unit] = total
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def fill_state(costs, state):
     """Derive everything else from ``state.cell_of``."""
     state.cell_count[:] = 0
@@ -385,7 +384,7 @@ def fill_state(costs, state):
         _refresh_unit(costs, state, unit, peak)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def objective(costs, state):
     """Return ``B * max_b + sum_b`` over the blocks' times."""
     return costs.blocks * state.block_ns.max() + state.block_ns.sum()

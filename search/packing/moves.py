@@ -7,8 +7,8 @@ tests/search/packing/test_kernels.py. Shape suffixes as in ``search/packing/kern
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from costmodels import compiled
 from search.kernels import random_below, random_threshold
 from search.packing.kernels import Move, fill_rows, move_apply, move_delta_ns, objective
 
@@ -19,7 +19,7 @@ TRIES = 4
 """Partners tried in turn for a sample drawn, while its loads are in the cache."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def new_move(costs):
     """Return an empty move with its scratch."""
     ranks, layers = costs.loads.shape[1], costs.loads.shape[2]
@@ -28,7 +28,7 @@ def new_move(costs):
     return Move(cells, samples, diff, core, np.zeros(1, np.int64), peak)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def propose(i, lengths, cell_of, cell_tokens, cell_count, limits, rng):
     """Draw an exchange of sample i for one or none: (i, j or -1, target cell); i = -1 when the draw does not fit.
 
@@ -59,7 +59,7 @@ def propose(i, lengths, cell_of, cell_tokens, cell_count, limits, rng):
     return i, j, target
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def propose_within(costs, state, move, limits, rng):
     """Draw a swap or relocation between two cells of one group: ranks' loads stay, so that only attention is priced."""
     i = random_below(rng, costs.lengths.size)
@@ -75,7 +75,7 @@ def propose_within(costs, state, move, limits, rng):
         fill_exchange(costs, move, source, i, j, target)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def propose_two(costs, state, move, limits, rng):
     """Draw a sample of one cell against two of another (also: what a sample ejects where the cap blocks it)."""
     i = random_below(rng, costs.lengths.size)
@@ -100,7 +100,7 @@ def propose_two(costs, state, move, limits, rng):
     _add_rows(costs, move, j2, 1)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def propose_cells(costs, state, move, limits, rng):
     """Draw two whole cells of different groups to change places."""
     a, b = random_below(rng, state.cell_count.size), random_below(rng, state.cell_count.size)
@@ -120,7 +120,7 @@ def propose_cells(costs, state, move, limits, rng):
         _add_rows(costs, move, state.members[b, k], 1)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _add_rows(costs, move, i, sign):
     diff, loads = move.diff, costs.loads
     for p in range(diff.shape[0]):
@@ -128,7 +128,7 @@ def _add_rows(costs, move, i, sign):
             diff[p, m] += np.int32(sign * np.int32(loads[i, p, m]))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def fill_exchange(costs, move, source, i, j, target):
     """Fill a move, but for its rows, with i leaving ``source`` for ``target``, j (or none, -1) the other way."""
     move.cells[0], move.cells[1] = source, target
@@ -139,7 +139,7 @@ def fill_exchange(costs, move, source, i, j, target):
         core[c] = sequence_ns[j, c] - sequence_ns[i, c]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def anneal(costs, state, best_cell_of, rng, temperature_ns, proposals, limits, best, refused):
     """Make ``proposals`` draws at one temperature; keep the best packing seen in ``best_cell_of`` and ``best`` [1].
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from costmodels import lookup_ns
+from costmodels import compiled, lookup_ns
 from search.kernels import layer_time_ns, over_cap_ns, random_below, random_threshold
 
 SIMILAR_OF_8 = 7
@@ -47,7 +46,7 @@ class LayerState(NamedTuple):
     sent_ns: np.ndarray  # [U] int64, the exchange of what is sent
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def fill_layer(costs, rank_of, num_ranks):
     """Return the :class:`LayerState` of a placement, the rank of each expert, [E]."""
     counts, sent = costs.counts, costs.sent
@@ -64,7 +63,7 @@ def fill_layer(costs, rank_of, num_ranks):
     return state
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _refresh_unit(costs, state, u):
     rows, top = state.rows, state.top
     first, second, third = np.int32(-1), np.int32(-1), np.int32(-1)
@@ -84,14 +83,14 @@ def _refresh_unit(costs, state, u):
     state.unit_ns[u] = _unit_ns(costs, state, first, u)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _unit_ns(costs, state, peak, u):
     """Return the time of a unit whose slowest rank has ``peak`` rows."""
     time_ns = layer_time_ns(costs.layer_ns, costs.shift, np.int64(peak), np.int64(costs.sent[u]), state.sent_ns[u])
     return time_ns + over_cap_ns(np.int64(peak), np.int64(costs.cap), np.int64(costs.over_cap_ns))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def swap_delta_ns(costs, state, pair):
     """Price swapping the experts of ``pair`` (e1, rank of e1, e2, rank of e2), ranks distinct. No branch: a vector."""
     e1, p1, e2, p2 = pair
@@ -106,7 +105,7 @@ def swap_delta_ns(costs, state, pair):
     return delta
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def swap_apply(costs, state, rank_of, pair):
     """Make the swap that ``swap_delta_ns`` priced."""
     e1, p1, e2, p2 = pair
@@ -122,7 +121,7 @@ def swap_apply(costs, state, rank_of, pair):
     rank_of[e1], rank_of[e2] = p2, p1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _more_away(home, pair):
     """Return by how many the experts away from home grow when the pair is swapped, -2 to 2."""
     e1, p1, e2, p2 = pair
@@ -130,7 +129,7 @@ def _more_away(home, pair):
     return after - np.int64(home[e1] != p1) - np.int64(home[e2] != p2)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _by_load(counts):
     """Return the experts from light to heavy, and each one's place among them, [E] each."""
     total = np.zeros(counts.shape[0], np.int64)
@@ -144,7 +143,7 @@ def _by_load(counts):
     return order, place
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def improve_layer(costs, rank_of, home, rng, schedule):
     """Anneal the placement of one layer in place and return its price; ``rank_of`` ends as the best placement seen.
 

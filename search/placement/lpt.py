@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from costmodels import compiled
 from profiler import RoutePackError
 from search.problem import Problem
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def lpt_layer(totals, num_ranks):
     """Return the rank of each expert, [E], of one layer by its step totals [E] (RoutePack; EPLB without replicas).
 

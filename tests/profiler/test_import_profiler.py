@@ -27,8 +27,8 @@ def test_importing_the_profiler_is_light():
 def test_without_torch_a_profile_says_what_to_install():
     code = "import sys; sys.modules['torch'] = None; from profiler import profile_device"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "RoutePackError: Profiling needs torch" in done.stderr
-    assert "pip install torch" in done.stderr
+    assert "RoutePackError: This needs torch" in done.stderr
+    assert "pip install 'routepack-tune[profile]'" in done.stderr
 
 
 def test_the_face_is_what_others_may_use():
