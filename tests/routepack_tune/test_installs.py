@@ -59,9 +59,11 @@ def wheel(tmp_path_factory):
 
 def environment(python: str, folder: Path, wheel: Path, extra: str = "", constrained: bool = True) -> Path:
     """Make an environment with a wheel in it; return its interpreter."""
-    if run(python, "-c", "", cwd=folder).returncode != 0:
+    managed = sorted((Path.home() / ".pyenv" / "versions").glob(f"{python.removeprefix('python')}.*/bin/python"))
+    found = [one for one in (shutil.which(python), *managed) if one and run(one, "-c", "", cwd=folder).returncode == 0]
+    if not found:
         pytest.skip(f"{python} is not on this machine")
-    assert run(python, "-m", "venv", folder / "venv", cwd=folder).returncode == 0
+    assert run(found[0], "-m", "venv", folder / "venv", cwd=folder).returncode == 0
     inside = folder / "venv" / "bin" / "python"
     limits = ("-c", ROOT / "constraints.txt") if constrained else ()
     done = run(inside, "-m", "pip", "install", "-q", *limits, f"{wheel}{extra}", cwd=folder)
