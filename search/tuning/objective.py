@@ -269,9 +269,10 @@ def choose_export(best_number: int, is_default: bool, holdout: Mapping[str, Any]
         return "defaults", f"{told}. Its steps are slower: it is not exported."
     asked = ONE_BATCH_PCT if len({score["name"] for score in holdout["best"]}) == 1 else 0.0
     if holdout["cost_gain"]["low_pct"] <= asked:
+        low, high = holdout["cost_gain"]["low_pct"], holdout["cost_gain"]["high_pct"]
         return "defaults", (
-            f"{told}. Its gain is not proven: the interval of what tuning minimises must lie above {asked:g}%"
-            + (", for one batch. Hold out more." if asked else ".")
+            f"{told}. Its gain is not proven: with planning beyond the slack it is {low:+.2f} to {high:+.2f}%, wanted "
+            f"above {asked:g}%" + (" where one batch is held out. Hold out more." if asked else ".")
         )
     return "best", f"{told}."
 

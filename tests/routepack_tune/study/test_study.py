@@ -23,6 +23,7 @@ from profiler.files import file_hash
 from routepack_tune import deploy, load_planner, tune
 from routepack_tune.bundle import typed_parts
 from routepack_tune.cli import main
+from routepack_tune.study.folder import read_study
 from routepack_tune.study.verbs import _tune_task, best_setting
 from routepack_tune.tracking.store import own_uri, quiet_mlflow
 from search import TUNABLE, Range
@@ -363,3 +364,17 @@ def test_password_of_the_store_is_asked_for_not_replaced_by_another_store(study,
     with pytest.raises(RoutePackError, match="Set MLFLOW_TRACKING_URI"):
         deploy(study, tmp_path / "bundle", register="tiny")
     assert not (tmp_path / "bundle").exists()
+
+
+def test_held_out_numbers_are_what_plan_gives(study_template, tmp_path):
+    """What the report tells of a held-out batch is what the deployed bundle plans for it, step by step."""
+    bundle = deploy(study_template.folder / "study", tmp_path / "bundle")
+    planner, document = load_planner(bundle), read_study(study_template.folder / "study")
+    told = document["summary"]["holdout"]["best" if document["summary"]["export"] == "best" else "default_settings"]
+    files = [study_template.steps / step["file"] for step in document["steps"]]
+    first = len(document["summary"]["names"]["tuned"])
+    for seed in {score["seed"] for score in told}:
+        plan = planner.plan(files[first - 1], seed=seed)
+        for score, path in zip([one for one in told if one["seed"] == seed], files[first:], strict=True):
+            plan = planner.plan(path, seed=seed, previous=plan)
+            assert (score["step_time_s"], score["move_s"]) == (plan.predicted.step_time_s, plan.moves.seconds)
