@@ -57,7 +57,7 @@ def profile(
     """
     from costmodels import CostModel
     from costmodels.choose import KMeansChooser
-    from profiler import fingerprint_device, import_published, profile_device
+    from profiler import fingerprint_device, import_published
     from routepack_tune.steps.seen import seen_of_steps
 
     check_place(out, folder=True)
@@ -77,6 +77,8 @@ def profile(
         measurements = import_published(published, settings.profile.exchange, tables)
         measurements.save(out)
     else:
+        from profiler import profile_device  # imports torch, which published times do without
+
         with explained(of=ValueError):
             params = replace(settings.profile, **{name: value for name, value in limits.items() if value is not None})
         seen = seen_of_steps(steps, settings)

@@ -99,6 +99,11 @@ def test_the_extra_tune_brings_every_verb_but_timing(wheel, job, tmp_path):
     inside = environment("python3.11", tmp_path, wheel, "[tune]")
     assert run(inside, "-c", "import torch", cwd=tmp_path).returncode != 0
     command = tmp_path / "venv" / "bin" / "routepack"
+    published = ROOT / "routepack_tune" / "example" / "timings" / "h200_sxm"
+    done = run(
+        command, "profile", "--published", published, "--config", job.config, "--out", tmp_path / "p", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
     given = ("--costmodel", job.costmodel, "--config", job.config)
     done = run(command, "tune", job.steps, *given, "--trials", 2, "--out", tmp_path / "study", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

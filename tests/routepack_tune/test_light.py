@@ -55,6 +55,17 @@ def test_the_example_of_help_runs(job, monkeypatch):
     assert names["last_plan"].provenance["previous_placement_id"]
 
 
+def test_published_times_are_imported_without_torch(job):
+    published = ROOT / "routepack_tune" / "example" / "timings" / "h200_sxm"
+    code = (
+        "import sys; sys.modules['torch'] = None; import routepack_tune as r; "
+        "r.profile(sys.argv[1], sys.argv[2], published=sys.argv[3])"
+    )
+    given = [str(job.config), str(job.folder / "m"), str(published)]
+    done = subprocess.run([sys.executable, "-c", code, *given], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_face_is_whole():
     assert set(routepack_tune.__all__) < set(dir(routepack_tune))
     assert all(getattr(routepack_tune, name) is not None for name in dir(routepack_tune))
