@@ -73,7 +73,7 @@ def quickstart(out: Path | str, observer: Observer | None = None) -> QuickstartR
     with stage("deploy"):
         api.deploy(out / "study", out / "bundle")
     with stage("plan"):
-        planner = load_planner(out / "bundle")
+        planner = load_planner(out / "bundle", warm_up=False)
         previous, last = (steps / f"step{NUM_STEPS - back:02d}.npz" for back in (2, 1))
         api.plan(previous, out / "plan-before.json", planner, observer=bars)
         plan = api.plan(last, out / "plan.json", planner, out / "plan-before.json", observer=bars)

@@ -173,20 +173,20 @@ def print_quickstart(result: QuickstartResult) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    title = "Held-out synthetic batches one after another, predicted. speed: of step + moves; lost: to imbalance"
+    title = "Held-out synthetic batches, one after another; seconds, predicted (planning: measured)"
     names = ("step", "moves", "speed", "moves free", "lost", "planning")
     columns = [Column(name, justify="right", no_wrap=True) for name in names]
-    planner = Column("planner", no_wrap=True)
+    planner = Column("planner")
     table = Table(planner, *columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     default, tuned = result.outcomes[0], result.outcomes[-1]
     for one in result.outcomes:
-        plan_time = f"{one.plan_s:.2f} s" if one.plan_s >= 0.1 else f"{1000 * one.plan_s:.0f} ms"
         speeds = f"{default.total_s / one.total_s:.2f}x", f"{default.total_s / one.free_s:.2f}x"
-        times = f"{one.step_s:.3f} s", f"{one.move_s:.3f} s", *speeds, f"{one.lost_share:.1%}", plan_time
+        times = f"{one.step_s:.3f}", f"{one.move_s:.3f}", *speeds, f"{one.lost_share:.1%}", f"{one.plan_s:.3f}"
         table.add_row(one.planner, *times, style="bold green" if one is tuned else "dim" if one is default else None)
     stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in result.seconds.items())
     console, took_s = Console(highlight=False), sum(result.seconds.values())
     console.print(table)
+    console.print("speed: of step + moves against the default plan; lost: share of the step lost to imbalance")
     console.print(result.tuning, soft_wrap=True)
     console.print(f"Took {took_s:.0f} s ({stages}). Report: {result.report}", soft_wrap=True)
     origin = "Synthetic batches, published H200 times, assumed backward factors"

@@ -12,7 +12,9 @@ import pytest
 from profiler import RoutePackError, import_published
 from routepack_tune.cli import main
 from routepack_tune.config import load_config
-from routepack_tune.quickstart import NUM_STEPS, WORKLOAD, quickstart
+from routepack_tune.quickstart import NUM_STEPS, WORKLOAD, QuickstartResult, quickstart
+from routepack_tune.reports.comparison import Outcome
+from routepack_tune.summaries import print_quickstart
 
 EXAMPLE = Path(str(resources.files("routepack_tune"))) / "example"
 
@@ -69,3 +71,13 @@ def test_quickstart_ends_with_a_table_and_a_report(tmp_path, capsys):
     assert times[-1] == min(times)
     assert len(list((tmp_path / "q" / "steps").glob("*.npz"))) == NUM_STEPS
     assert "synthetic" in (tmp_path / "q" / "report.html").read_text()
+
+
+def test_the_table_fits_a_terminal_of_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ("Karmarkar-Karp on tokens + identity", "RoutePack-Tune (default settings)")
+    outcomes = [Outcome(name, 7.344, 3.0, 3.0, 1.344, 0.123, 7.25, 0.2517, 9, 0.463) for name in names]
+    print_quickstart(QuickstartResult(outcomes, "Tuning did not gain.", {"fit": 1.0}, tmp_path / "report.html"))
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert all(word in out for word in ("7.344", "0.123", "1.00x", "1.03x", "25.2%", "0.463", "Tuning did not gain."))
