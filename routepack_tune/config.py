@@ -97,6 +97,7 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
 
     from costmodels import FitParams
     from profiler import ProfileParams, Topology, load_model
+    from profiler.params import MOST_TOKENS
     from search import PlannerParams, TuneParams
 
     if not isinstance(data, Mapping):
@@ -106,7 +107,7 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
         "schema_version": (Literal[1], CONFIG_SCHEMA_VERSION),
         "model": (str, ...),
         "topology": (Topology, ...),
-        "max_tokens_per_microbatch": (Annotated[int, pydantic.Field(ge=1)], ...),
+        "max_tokens_per_microbatch": (Annotated[int, pydantic.Field(ge=1, le=MOST_TOKENS)], ...),
         **{name: (section, section()) for name, section in optional.items()},
     }
     rules = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

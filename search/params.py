@@ -6,6 +6,8 @@ import math
 import time
 from dataclasses import dataclass, fields, replace
 
+from profiler.params import MOST_RANKS, MOST_TOKENS, check_settings
+
 
 @dataclass(frozen=True, slots=True)
 class PlannerParams:
@@ -60,21 +62,34 @@ class PlannerParams:
     """EP ranks of one node: the first placement balances nodes before ranks; 0 where it does not matter."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, (low, high) = getattr(self, field.name), _LIMITS.get(field.name, (0, math.inf))
-            if not (low <= value <= high and math.isfinite(value)):
-                expected = f">= {low} and finite" if high == math.inf else f"between {low} and {high}"
-                raise ValueError(f"Expected {field.name} {expected}, got {value}.")
+        check_settings(self, RANGES)
+        if 0 < self.link_gbytes_per_s < 1e-3:
+            raise ValueError(f"Expected link_gbytes_per_s to be 0 or at least 0.001, got {self.link_gbytes_per_s}.")
         for names in (("within_share", "two_share", "cell_share"), ("relocate_share", "similar_share")):
             shares = [getattr(self, name) for name in names]
             if sum(shares) > 1:
                 raise ValueError(f"Expected {' + '.join(names)} <= 1, got {' + '.join(map(str, shares))}.")
 
 
-_LIMITS: dict[str, tuple[float, float]] = {"receive_slack": (0, 0.99)}
-_LIMITS |= dict.fromkeys(("max_iterations", "starts", "alternations", "sequence_alignment"), (1, math.inf))
-_LIMITS |= {name: (0, 1) for name in PlannerParams.__dataclass_fields__ if name.endswith("_share")}
-"""Least and most of each setting, both allowed; the others are 0 or more."""
+RANGES: dict[str, tuple[float, float]] = {
+    "max_iterations": (1, 10**9),
+    "starts": (1, 64),
+    "alternations": (1, 100),
+    "extra_rows": (0, 4096),
+    "hot_temperature": (0, 1e6),
+    "cold_temperature": (0, 1e3),
+    "placement_swaps": (0, 10**8),
+    "placement_temperature": (0, 1e3),
+    "horizon_steps": (0, 1e12),
+    "stickiness": (0, 1e12),
+    "link_gbytes_per_s": (0, 1e6),
+    "sequence_alignment": (1, MOST_TOKENS),
+    "max_received_rows": (0, 2**40),
+    "receive_slack": (0, 0.99),
+    "ranks_per_node": (0, MOST_RANKS),
+    **{name: (0, 1) for name in PlannerParams.__dataclass_fields__ if name.endswith("_share")},
+}
+"""Least and most of each setting, both allowed."""
 
 
 @dataclass

@@ -23,6 +23,8 @@ PLACEMENT_SHARE = 0.1
 """Most of a wall-clock budget that one placement pass may take."""
 ASSUMED_GBYTES_PER_S = 25.0
 """Bandwidth of one rank where neither settings nor measurements nor the device's facts say it."""
+DEAREST_MOVE_NS = 2**45
+"""Price of moving one expert above which nobody moves, so that sums of prices fit 64 bits."""
 
 
 class Residence(NamedTuple):
@@ -46,7 +48,7 @@ def residence_of(previous: Plan, problem: Problem) -> Residence:
     params = problem.params
     move_ns = expert_move_ns(problem.spec, problem.topology, problem.tables, params)
     price = params.stickiness * move_ns * problem.num_blocks / max(1.0, params.horizon_steps)
-    return Residence(ranks_of_slots(previous.placement_LE, problem.num_ranks), round(price))
+    return Residence(ranks_of_slots(previous.placement_LE, problem.num_ranks), min(round(price), DEAREST_MOVE_NS))
 
 
 def expert_move_ns(spec: ModelSpec, topology: Topology, tables: StepTables, params: PlannerParams) -> float:

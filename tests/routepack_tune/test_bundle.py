@@ -95,7 +95,7 @@ def test_batch_errors_name_the_sample(bundle, job):
         ({"files": {"../tables.npz": "0"}}, True, "no other file is read"),
         ({"files": {"/etc/passwd": "0"}}, True, "no other file is read"),
         ({"params": {"nonsense": 1}}, True, "nonsense"),
-        ({"params": {"max_iterations": 0}}, True, "max_iterations >= 1"),
+        ({"params": {"max_iterations": 0}}, True, "max_iterations to be an integer from 1"),
         ({"topology": {"data_parallel_size": 0}}, True, "data_parallel_size"),
         ({"fingerprint": {"kind": "cpu"}}, True, "fingerprint"),
     ],
