@@ -120,21 +120,10 @@ def load_planner(path: Path | str, allow_mismatch: bool = False, warm_up: bool =
 def untuned_planner(costmodel: Path | str, settings: Config) -> Planner:
     """Return a planner with a cost model's times and the settings of ``routepack.yaml``."""
     from costmodels import tables_for
-    from profiler import DeviceFingerprint
+    from costmodels.cost_model import read_header
 
     tables = tables_for(costmodel, *settings.job)
-    device = DeviceFingerprint.from_dict(cost_model_header(costmodel)["fingerprint"])
-    return Planner(*settings.job, settings.planner, tables, device)
-
-
-def cost_model_header(costmodel: Path | str) -> dict[str, Any]:
-    """Return what ``costmodel.json`` says of device, data and errors."""
-    from costmodels.cost_model import cost_model_folder
-
-    header = read_json(cost_model_folder(costmodel) / COST_MODEL_FILE, "Cost model")
-    if not isinstance(header, dict) or "fingerprint" not in header:
-        raise RoutePackError(f"Cost model {costmodel} names no device. Run `routepack fit` again.")
-    return header
+    return Planner(*settings.job, settings.planner, tables, read_header(costmodel).fingerprint)
 
 
 def bundle_folder(path: Path | str) -> Path:
