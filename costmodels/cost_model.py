@@ -22,10 +22,10 @@ from costmodels.operations.backward import BACKWARD
 from costmodels.params import FitParams
 from costmodels.tables import StepTables
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
-from profiler.declared import declared
 from profiler.errors import explained
-from profiler.files import content_hash, new_folder, read_json, write_json
+from profiler.files import content_hash, new_folder, write_json
 from profiler.params import MOST_TOKENS, check_number
+from profiler.readers import build, read_json
 
 SCHEMA_VERSION = 4
 COST_MODEL_FILE, TABLES_FILE = "costmodel.json", "tables.npz"
@@ -83,8 +83,8 @@ def read_header(folder: Path | str) -> Header:
             f"Cost model {folder} has schema_version {version!r:.40}, this version reads {SCHEMA_VERSION}. "
             "Run `routepack fit` again, or update routepack-tune."
         )
-    header: Header = declared(Header, found, f"Cost model {folder} is damaged", "Run `routepack fit` again.")
-    return header
+    with explained(after=" Run `routepack fit` again."):
+        return build(Header, found, f"Cost model {folder} is damaged")
 
 
 def tables_for(folder: Path | str, spec: ModelSpec, topology: Topology, max_tokens: int) -> StepTables:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from profiler.errors import RoutePackError
-from profiler.files import content_hash, read_json
+from profiler.files import content_hash
+from profiler.readers import read_json
 
 MODELS = Path(__file__).with_name("models")
 SHIPPED_MODELS = tuple(sorted(path.stem for path in MODELS.glob("*.json")))

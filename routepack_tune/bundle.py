@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, file_hash, new_folder, read_json, write_text
+from profiler.files import check_place, content_hash, file_hash, new_folder, write_text
+from profiler.readers import read_json
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
 

@@ -20,9 +20,10 @@ from costmodels.learned.smooth import Kernel
 from costmodels.learned.trees import Trees
 from costmodels.learned.validation import Intervals
 from costmodels.operations import OPERATIONS
-from costmodels.tables import npz_bytes, read_npz
+from costmodels.tables import npz_bytes
 from profiler import RoutePackError
 from profiler.files import file_hash, write_bytes
+from profiler.readers import read_npz
 
 MEMBERS: dict[str, type[Any]] = {"smooth": Kernel, "trees": Trees, "curve": Curves}
 PLAIN_MODEL = ("direction", "empty_us", "rows", "flagged_rows", "reasons", "validation", "mixes", "intervals")

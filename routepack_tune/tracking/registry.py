@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from profiler.errors import RoutePackError
 from profiler.extras import extras_named
-from profiler.files import read_json
+from profiler.readers import read_json
 from routepack_tune.config import check_tracking_uri, without_password
 from routepack_tune.tracking.database import database_path, make_database
 from routepack_tune.tracking.describe import ABOUT_PLANNERS, PLANNER_TAG, version_note, version_tags

@@ -15,8 +15,8 @@ from costmodels.learned.predictor import PRIOR_RESIDUAL
 from costmodels.learned.residual import fit_discrepancy, mean_of
 from costmodels.operations import OPERATIONS
 from profiler import RoutePackError, Topology
-from profiler.declared import declared
-from profiler.files import read_json, write_json
+from profiler.files import write_json
+from profiler.readers import build, read_json
 
 OP = OPERATIONS["experts"]
 FLOOR_US, WORK_US, ROW_US = 12.0, 6.0 / 1.2e8, 0.002
@@ -149,7 +149,7 @@ def test_intervals_are_those_of_the_joint_model(fitted, synthetic, new_gpu, tmp_
     entry = save_model(tmp_path, model)
     assert entry["intervals"]["half_log"] == model.intervals.half_log
     write_json(tmp_path / "entry.json", entry)
-    read = declared(Entry, read_json(tmp_path / "entry.json", "Entry"), "entry", "")
+    read = build(Entry, read_json(tmp_path / "entry.json", "Entry"), "entry")
     assert load_model(tmp_path, read).intervals == model.intervals
 
 
