@@ -80,7 +80,7 @@ class Measurements:
             useless = ~((time_us >= LEAST_US) & (time_us <= MOST_US)) & (self.rows["status"] == "ok")
             self._refuse("time_us", useless, f"{LEAST_US:g} to {MOST_US:g}")
             for name in TIME_COLUMNS[1:]:
-                self._refuse(name, (self.rows[name] < 0) | (self.rows[name] > MOST_US), f"0 to {MOST_US:g}")
+                self._refuse(name, np.abs(self.rows[name]) > MOST_US, f"at most {MOST_US:g}")
 
     def _refuse(self, name: str, wrong: np.ndarray, wanted: str) -> None:
         """Name the cases of rows whose value is not what is wanted."""
@@ -148,6 +148,23 @@ class Measurements:
             found = cls.from_rows(table.to_pandas(), meta)
             found.check(where)
         return found
+
+
+def check_row(row: dict[str, Any], where: str) -> None:
+    """Raise RoutePackError unless a row, as a journal holds it, has the types and ranges of a measurement."""
+    kinds: dict[str, Any] = dict.fromkeys(TEXT_COLUMNS, str) | dict.fromkeys(TIME_COLUMNS, float)
+    kinds |= dict.fromkeys(WHOLE_COLUMNS, int)
+    kinds |= {"repeats_us": list[float], "looks": int}
+    for name, value in row.items():
+        build(kinds.get(name, str), value, f"{where}, {name}")
+    if lacking := {"case_id", "op", "direction", "status"} - row.keys():
+        raise RoutePackError(f"{where}: a row without {min(lacking)}.")
+    if row["op"] not in OPERATIONS or row["direction"] not in DIRECTIONS or row["status"] not in STATUSES:
+        raise RoutePackError(f"{where}: an unknown operation, direction or status.")
+    if not all(0 <= row.get(name, 0) <= MOST_SIZE for name in WHOLE_COLUMNS):
+        raise RoutePackError(f"{where}: a size that is not 0 to {MOST_SIZE}.")
+    if row["status"] == "ok" and not LEAST_US <= row.get("time_us", 0.0) <= MOST_US:
+        raise RoutePackError(f"{where}: a time that is not {LEAST_US:g} to {MOST_US:g}.")
 
 
 def _check_columns(table: pa.Table, where: str) -> None:

@@ -103,7 +103,7 @@ def test_useless_times_are_refused_with_their_cases(tmp_path, time_us):
     [
         ("op", ["dense", "sorcery"], "op 'sorcery' is unknown"), ("direction", ["forward", "up"], "direction 'up'"),
         ("status", ["ok", "fine"], "status 'fine' is unknown"), ("tokens", [-1, 0], "a tokens that is not 0 to"),
-        ("n", [2**60, 0], "a n that is not 0 to"), ("spread_us", [-1.0, 0.0], "a spread_us"),
+        ("n", [2**60, 0], "a n that is not 0 to"), ("spread_us", [1e300, 0.0], "a spread_us"),
         ("case_id", [1, 2], "case_id is of the type int64, expected text"),
         ("op", [None, "dense"], "op has 1 rows without a value"), ("tokens", [7, None], "tokens has 1 rows without"),
         ("tokens", ["7", "0"], "tokens is of the type string, expected whole"),
