@@ -39,9 +39,9 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     family = family_of(part.get("model_type"), config.get("model_type"))
     part = with_defaults(_flat(part), family)
     beside = {} if part is config else {key: value for key, value in config.items() if not isinstance(value, Mapping)}
+    refuse_family(part, family, name)
     for stated in (part, beside):
         refuse_what_cannot_be_priced(stated, name)
-    refuse_family(part, family, name)
     for stated in (part, beside):
         refuse_unknown(stated, name)
     return Facts(part, name, family).fields() | {"unpriced": tuple(_unpriced(config, part))}

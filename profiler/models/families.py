@@ -16,19 +16,31 @@ ALL_WINDOWED = ("", "mixtral", "phimoe", "minimax", "qwen2_moe", "qwen3_moe", "q
 """Families in which a bare ``sliding_window`` holds for every layer; without a family too, as in Mistral's code."""
 
 _QWEN_HYBRID = {
-    "full_attention_interval": 4, "attn_output_gate": True, "head_dim": 256, "shared_expert_intermediate_size": 512,
-    "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "full_attention_interval": 4,
+    "attn_output_gate": True,
+    "head_dim": 256,
+    "shared_expert_intermediate_size": 512,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "afmoe": {
-        "num_dense_layers": 1, "num_shared_experts": 2, "global_attn_every_n_layers": 4, "head_dim": 128,
+        "num_dense_layers": 1,
+        "num_shared_experts": 2,
+        "global_attn_every_n_layers": 4,
+        "head_dim": 128,
         "attn_output_gate": True,
     },
     "aria_text": {"moe_num_shared_experts": 2},
     "axk1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
     "beam": {
-        "first_k_dense_replace": 3, "sliding_window_pattern": 6, "head_dim": 128, "attn_output_gate": True,
+        "first_k_dense_replace": 3,
+        "sliding_window_pattern": 6,
+        "head_dim": 128,
+        "attn_output_gate": True,
     },
     "cohere2_moe": {"sliding_window_pattern": 4, "head_dim": 128},
     "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": 1536},
@@ -54,7 +66,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sarvam_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 64},
     "sarvam_mla": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "solar_open": {"n_shared_experts": 1, "head_dim": 128},
-}  # fmt: skip
+}
 """Optional keys that decide shapes or layers, with the value that a silent configuration means."""
 
 _MAMBA = "Mamba layers"

@@ -19,31 +19,55 @@ SPELLINGS = {
     "num_key_value_heads": ("num_key_value_heads", "kv_n_heads", "num_attention_groups"),
     "head_dim": ("head_dim", "attention_head_dim"),
     "num_experts": (
-        "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts",
+        "num_experts",
+        "n_routed_experts",
+        "num_local_experts",
+        "moe_num_experts",
+        "num_routed_experts",
         "moe_num_primary_experts",
     ),
     "num_experts_per_tok": (
-        "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "experts_per_tok", "top_k_experts",
-        "moe_k", "moe_topk", "moe_top_k", "num_selected_experts", "moe_num_active_primary_experts",
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "experts_per_token",
+        "experts_per_tok",
+        "top_k_experts",
+        "moe_k",
+        "moe_topk",
+        "moe_top_k",
+        "num_selected_experts",
+        "moe_num_active_primary_experts",
     ),
     "moe_intermediate_size": (
-        "moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size",
+        "moe_intermediate_size",
+        "expert_intermediate_size",
+        "expert_ffn_hidden_size",
+        "moe_ffn_hidden_size",
     ),
     "intermediate_size": ("intermediate_size", "ffn_hidden_size"),
     "n_shared_experts": ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
     "shared_expert_intermediate_size": (
-        "shared_expert_intermediate_size", "shared_experts_intermediate_size", "shared_intermediate_size",
-        "moe_shared_expert_intermediate_size", "share_expert_dim",
+        "shared_expert_intermediate_size",
+        "shared_experts_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "share_expert_dim",
     ),
     "dense_intermediate_size": (
-        "dense_intermediate_size", "prefix_dense_intermediate_size", "intermediate_size_mlp",
+        "dense_intermediate_size",
+        "prefix_dense_intermediate_size",
+        "intermediate_size_mlp",
         "first_dense_intermediate_size",
     ),
     "sliding_window": ("sliding_window", "sliding_window_size"),
     "first_k_dense_replace": (
-        "first_k_dense_replace", "num_dense_layers", "n_dense_layers", "moe_layer_num_skipped", "num_dense_blocks",
+        "first_k_dense_replace",
+        "num_dense_layers",
+        "n_dense_layers",
+        "moe_layer_num_skipped",
+        "num_dense_blocks",
     ),
-}  # fmt: skip
+}
 """Fact: the keys under which public models state it. The first one names it in messages."""
 
 READ = {
@@ -56,6 +80,7 @@ READ = {
     *("global_attention_every_n_layers", "use_sliding_window", "max_window_layers"),
     *("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "moe_layer_frequency"),
     *("moe_layer_freq", "mlp_layer_types", "moe_layer_layout", "mlp_only_layers", "moe_layers", "moe_layers_enum"),
+    "is_moe_layer",
     *("moe_layer_start_index", "moe_layer_end_index", "expert_layer_period", "expert_layer_offset"),
 }
 """Keys whose values decide shapes or layers and are read."""
@@ -71,33 +96,32 @@ LAYOUT = re.compile(
 """Names that look like layout of layers or experts."""
 
 HARMLESS = re.compile(
-    r"^("
-    r"(?!.*(layer_types|layout|pattern|freq$)).*(bias|dropout|_coef|_coefficient|_alpha|_beta|_eps|epsilon|_dtype"
-    r"|_token|_token_id|_token_index|token_ids?|_loss|_loss_weight|norm|_pdrop|_init|_std|softcap\w*|_jitter\w*|_limit"
-    r"|_limits?_?\w*|_temperature\w*|_implementation|_scale|_scaling_factor|_multiplier|_kernels|_path|_class|_func"
-    r"|_func(tion)?|_act|_act_fn|activation|sink\w*|_clip\w*|clip_qkv|_renormalize|_strategy|_tp|_eta)"
-    r"|.*(rope|rotary|router|routing|vision|image|video|audio|visual|projector|quant|dropped?_tokens|drop_tokens).*"
-    r"|.*(mtp|nextn).*"
-    r"|block_sparse_moe|layer_?norm\w*|norm_topk_prob|norm_expert_weight|route_scale|route_norm|rescale\w*|gate_score\w*"
-    r"|topk_method|topk_group|n_group|num_expert_groups?|use_grouped_topk|group_limited\w*|topk_fn|moe_gate|gate_type"
-    r"|aux_loss\w*|seq_aux|scoring_func|score_func(tion)?|expert_selection_fn|moe_norm_min|moe_capacity\w*"
-    r"|(moe_)?(eval_|train_)?capacity_factor|expert_capacity\w*|moe_aux\w*|moe_use_aux\w*|use_aux\w*|moe_loss\w*"
-    r"|moe_(apply_\w+|random_routing_dropped_token|z_loss\w*|permute\w*|dropless\w*|impl\w*|backend|act\w*)"
-    r"|moe_primary_router\w*|moe_enable_\w*router\w*|enable_moe_fp32_combine|use_(moe|mixed_mlp_moe|moe_\w*bias)"
-    r"|is_moe|enable_moe_block|moe_shared_expert_overlap|moe_dtype|expert_dtype|ep_size|moe_ep_size|expert_parallel\w*"
-    r"|output_attentions|output_hidden_states|chunk_size_feed_forward|cross_attention_hidden_size|attn_temperature\w*"
-    r"|attn_scale|floor_scale|query_pre_attn_scalar|attention_value_scale|use_\w*attn_scal\w*|qk_scale\w*|attn_pdrop"
-    r"|no_rope_layers?(_interval)?|nope_layer_interval|mla_use_nope|rope_layout|qk_norm\w*|use_qk_norm|use_qkv_bias"
-    r"|num_(beam_groups|beams|logits_to_keep|labels|reward_heads)|top_k|no_repeat_ngram_size|encoder_no_repeat_ngram\w*"
-    r"|forced_\w+|suppress_\w+|is_decoder|is_encoder_decoder|tie_\w+|use_flash_attn\w*|flash_attn\w*|attn_backend"
-    r"|\w*attn_implementation\w*|sdpa\w*|use_unified_vision_chunk|pretraining_tp|vocab_size_per_layer_input"
-    r"|lm_head\w*|rm_head|gradient_checkpoint\w*|use_\w*kernels?|use_cache|mlp_bias|head_bias|value_head"
-    r"|layer_norm_\w+|layernorm\w*|num_layers_to_\w+|skip_bias\w*|model_type|architectures"
-    r"|task_specific_params|transformers_version|mamba_ssm_dtype|add_(swa|full)_attention_sink_bias"
-    r"|mlp_(alpha|beta)_factor|(full|linear)_attn_(alpha|beta)_factor|cuda_\w+|hidden_act\w*"
-    r")$"
+    # other parts of the model, positions, routing, number types
+    r"mtp|nextn|vision|image|video|audio|visual|projector|rope|rotary|router|routing|quant|dtype|router|drop(ped)?_tokens"
+    r"|attn_implementation|flash_attn|aux_loss|use_aux|_jitter|softcap|attn_scal|attention_multiplier|temperature"
+    # what a number or a switch of this name can be
+    r"|(bias|dropout|_coef|_alpha|_beta|_eps|epsilon|_token|token_ids?|_loss|_weights?|norm|_pdrop|_std|_limits?)$"
+    r"|(_limits?_\w+|_scale|_scaling_factor|_multiplier|_kernels?|_class|_func(tion)?|_act|_act_fn|activation)$"
+    r"|(sink|_clip|clip_qkv|_renormalize|_strategy|_tp|capacity_factor|_min|_threshold)$"
+    r"|^(hidden_act|layer_?norm|qk_norm|expert_capacity|expert_parallel|forced_|suppress_|num_beam|lm_head|tie_|sdpa|cuda_)"
+    r"|^(gradient_checkpoint|moe_apply|moe_permute|moe_dropless|moe_impl|moe_act|moe_use_aux|group_limited|gate_score)"
 )
-"""Whole names of keys that look like layout and change no shape: routing rules, scales, sampling, draft layers."""
+"""Parts of names that look like layout and change no shape of the layers that are read."""
+_NAMES = """
+    add_bias_linear add_full_attention_sink_bias add_swa_attention_sink_bias architectures attn_backend block_sparse_moe
+    chunk_size_feed_forward cla_share_factor cross_attention_hidden_size enable_lm_head_fp32 enable_lm_head_output_fp32
+    enable_moe_block enable_moe_fp32_combine encoder_no_repeat_ngram_size ep_size expert_selection_fn gate_type
+    gated_linear_unit is_encoder_decoder is_moe mamba_ssm_dtype mla_use_nope model_type moe_backend moe_enabled
+    moe_ep_size moe_gate moe_shared_expert_overlap n_group no_repeat_ngram_size no_rope_layer_interval no_rope_layers
+    nope_layer_interval norm_head norm_topk_prob num_expert_group num_expert_groups num_logits_to_keep num_reward_heads
+    output_attentions output_hidden_states query_pre_attn_scalar shared_moe_mode topk_fn topk_group topk_method top_k
+    uniform_expert_assignment use_grouped_topk use_mixed_mlp_moe use_moe use_shared_expert_sigmoid
+    use_unified_vision_chunk value_head vocab_size_per_layer_input
+"""
+HARMLESS_NAMES = frozenset(_NAMES.split())
+"""Whole names likewise: groups of the router, sampling, precision, positions."""
+SWITCHES = ("use_moe", "is_moe", "enable_moe_block", "moe_enabled")
+"""Keys that turn a family's experts on."""
 
 UNPRICED = {
     r"(num_nextn_predict_layers|mtp_num(_hidden)?_layers|num_mtp_(modules|layers)|mtp_transformer_layers)": (
@@ -139,6 +163,7 @@ CANNOT = {
     "hc_mult": "hyper-connections",
     "parallel_attn_mlp_res": "a dense part beside the experts of a layer",
     "use_residual": "a dense part beside the experts of a layer",
+    "residual_moe": "a dense part beside the experts of a layer",
     "use_double_wide_mlp": "layers of unlike widths",
     "hidden_size_per_layer_input": "inputs of every layer from embeddings of its own",
     "is_encoder_decoder": "an encoder and a decoder",
@@ -158,8 +183,8 @@ SAME_AS = {
 }
 """Sizes of one kind of layer that are read where they equal those of all."""
 
-SIZES_OF_OTHER_LAYERS = re.compile(r"(mamba|ssm|time_step|conv)_\w+|expand|chunk_size|n_groups")
-"""Sizes of Mamba and convolution layers: they mean nothing where a list names every layer another kind."""
+SAID_BY_LIST = re.compile(r"(mamba|ssm|time_step|conv)_\w+|expand|chunk_size|n_groups|\w*sliding_window_pattern")
+"""Keys that mean nothing more where a list names the kind of every layer: sizes of other kinds, patterns."""
 
 SPARSE_ATTENTION = re.compile(
     r"indexer|(^|_)index_?(top_?k|n_?heads|num_heads|head_dim)|sparse_?att|att(entio)?n_spars|blocksparse"
@@ -213,6 +238,8 @@ def _is_sparse(word: str) -> bool:
 def refuse_what_cannot_be_priced(part: Mapping[str, Any], name: str) -> None:
     """Raise RoutePackError for keys that state layers, heads or experts that no table prices."""
     for key, value in part.items():
+        if key in SWITCHES and value is False:
+            raise RoutePackError(f"Model {name}: {key} = False means that its layers hold no experts.")
         if (reason := CANNOT.get(key)) and not is_off(value):
             raise RoutePackError(f"Model {name}: {key} = {shown(value)} means {reason}: it cannot be priced yet. {WAY}")
         if "hidden_act" in str(key) and isinstance(value, str) and UNGATED.search(value):
@@ -226,9 +253,9 @@ def refuse_unknown(part: Mapping[str, Any], name: str) -> None:
     """Raise RoutePackError for a key that looks like layout and is not known."""
     listed = isinstance(part.get("layer_types") or part.get("layers_block_type"), list)
     for key in map(str, part):
-        unused = listed and SIZES_OF_OTHER_LAYERS.fullmatch(key)
-        known = key in READ or key in SAME_AS or key in CANNOT or unused or HARMLESS.match(key)
-        if LAYOUT.search(key) and not known and not is_off(part[key]):
+        unused = listed and SAID_BY_LIST.fullmatch(key)
+        known = key in READ or key in SAME_AS or key in CANNOT or key in HARMLESS_NAMES or unused
+        if LAYOUT.search(key) and not (known or HARMLESS.search(key) or is_off(part[key])):
             near = difflib.get_close_matches(key[:100], READ, n=1, cutoff=0.75)
             raise RoutePackError(
                 f"Model {name}: {shown(key)} = {shown(part[key])} looks like layout of layers or experts and is not "

@@ -40,6 +40,7 @@ EXPERT_LISTS: dict[str, dict[Any, bool]] = {
     "mlp_layer_types": {"dense": False, "sparse": True, "moe": True},
     "moe_layer_freq": {0: False, 1: True},
     "moe_layer_layout": {0: False, 1: True},
+    "is_moe_layer": {False: False, True: True},
 }
 """Lists with one entry per layer that say whether it has experts."""
 
