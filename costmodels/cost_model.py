@@ -26,6 +26,7 @@ from costmodels.params import FitParams
 from costmodels.tables import StepTables, npz_bytes, read_npz
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
 from profiler.files import content_hash, file_hash, new_folder, read_json, write_bytes, write_json
+from profiler.params import check_sizes
 
 SCHEMA_VERSION = 3
 COST_MODEL_FILE, TABLES_FILE = "costmodel.json", "tables.npz"
@@ -171,6 +172,7 @@ class CostModel:
             )
         try:
             models = [load_model(folder, entry) for entry in header["operations"].values()]
+            check_sizes(ModelSpec(**header["model"]), Topology(**header["topology"]))
             return cls(
                 models={(model.operation.name, model.direction): model for model in models},
                 params=FitParams(**header["params"]),
