@@ -12,12 +12,16 @@ from typing import Any
 from profiler.errors import RoutePackError
 from profiler.files import content_hash, read_json
 from profiler.models.config import LINEAR_SIZES, MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WINDOW, read_config
+from profiler.models.keys import shown
 
 MODELS = Path(__file__).with_name("models")
 SHIPPED_MODELS = tuple(sorted(path.stem for path in MODELS.glob("*.json")))
 ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim")
 EXPERT_SIZES = ("hidden_size", "num_experts", "top_k", "moe_intermediate_size")
-SAME_SHAPE = r"[-_. ](base|instruct|thinking|chat|bf16|fp8|hf|v0\.1|0324|2507)(?![a-z0-9])"
+SAME_SHAPE = (
+    r"[-_. ](base|instruct|thinking|chat|hf|v0\.1|[0-9]{4}|bf16|fp8|nvfp4|mxfp4|awq|gptq|int4|int8|gguf)(?![a-z0-9])"
+    r"|[:@].*"
+)
 """What names of releases add that differ in weights alone."""
 STATE_BYTES = 16
 """Bytes of one trained parameter that move with an expert: bf16 weight, fp32 master weight, two fp32 Adam moments (14),
@@ -183,7 +187,8 @@ def shipped_name(model: str) -> tuple[str, str]:
     Case, punctuation, organisation, a hub's cache folders and words of releases that share one shape do not count.
     """
     cached = re.search(r"models--(?:[^/]+?--)?([^/]+)", model)
-    last = cached[1] if cached else model.rstrip("/").rsplit("/")[-1]
+    path = re.sub(r"^\w+://[^/]+/|/(tree|blob|resolve)/.*", "", model.strip()).rstrip("/")
+    last = (cached[1] if cached else path.rsplit("/")[-1])[:200]
     known = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in SHIPPED_MODELS}
     plain = re.sub(r"[^a-z0-9]", "", re.sub(SAME_SHAPE, "", last.lower()))
     near = difflib.get_close_matches(plain, known, n=1)
@@ -196,12 +201,16 @@ def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
     RoutePackError if the name is unknown and no such file exists, or the file is not an MoE model's configuration.
     """
     path, (shipped, near) = Path(folder, model), shipped_name(model)
-    path = path / "config.json" if path.is_dir() else path
-    if shipped and (model in SHIPPED_MODELS or not path.is_file()):
-        path = MODELS / f"{shipped}.json"
-    if not path.is_file():
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        found = path.is_file()
+    except (OSError, ValueError):  # a name too long for a path, or with a zero byte
+        found = False
+    if shipped and (model in SHIPPED_MODELS or not found):
+        path, found = MODELS / f"{shipped}.json", True
+    if not found:
         raise RoutePackError(
-            f"Model {model!r} is neither shipped nor the path of a config.json ({path} is none)."
+            f"Model '{shown(model)}' is neither shipped nor the path of a config.json ({shown(path)} is none)."
             f"{f' Did you mean {near}?' if near else ''} Shipped: {', '.join(SHIPPED_MODELS)}."
         )
     config = read_json(path, "Model configuration")
