@@ -175,11 +175,14 @@ def typed_parts(
 ) -> tuple[ModelSpec, Topology, PlannerParams]:
     """Rebuild what was written with ``asdict``; ``source`` names for an error where it was read."""
     from profiler import ModelSpec, Topology
+    from profiler.params import check_sizes
     from search import PlannerParams
 
     try:
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
-        return ModelSpec(**fields), Topology(**topology), PlannerParams(**params)
+        spec, sizes = ModelSpec(**fields), Topology(**topology)
+        check_sizes(spec, sizes)
+        return spec, sizes, PlannerParams(**params)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RoutePackError(f"{source} cannot be used by this version: {error}. Write it again.") from None
 

@@ -10,6 +10,7 @@ import numpy as np
 from costmodels import StepTables, lookup_many_ns
 from profiler import ModelSpec, RoutePackError, Topology
 from profiler.files import arrays_hash
+from profiler.params import divisors, nearest
 from search.params import PlannerParams
 
 OVER_CAP_NS = 10**9
@@ -188,7 +189,8 @@ def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_t
         ),
         (
             experts % ranks > 0,
-            f"{experts} experts do not divide over expert_model_parallel_size = {ranks}. Choose a divisor.",
+            f"expert_model_parallel_size = {ranks} cannot divide the {experts} experts of {spec.name}. Nearest: "
+            f"{nearest(ranks, divisors(experts))}.",
         ),
         (
             count < slots,
