@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from profiler.errors import RoutePackError
 from profiler.extras import extras_named
 from profiler.files import read_json
-from routepack_tune.config import check_tracking_uri, without_password
+from profiler.redact import redacted
+from routepack_tune.config import check_tracking_uri
 from routepack_tune.tracking.database import database_path, make_database
 from routepack_tune.tracking.describe import ABOUT_PLANNERS, PLANNER_TAG, version_note, version_tags
 from routepack_tune.tracking.store import KIND, Store, log_pyfunc, mlflow_errors, quiet_mlflow, what_mlflow_said
@@ -55,9 +56,10 @@ def register_bundle(bundle: Path | str, name: str, uri: str, document: Mapping[s
         version = log_pyfunc(store, run_id, "bundle", "pyfunc_planner.py", bundle, name, tags, note, **how)
         promote(client, name, version, ABOUT_PLANNERS)
     except mlflow_errors() as error:
+        said = what_mlflow_said(error, uri)
         raise RoutePackError(
-            f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {what_mlflow_said(error)} "
-            "Check the tracking server and run `routepack deploy` again."
+            f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {said} Check the tracking "
+            "server and run `routepack deploy` again."
         ) from None
     return f"Registered as version {version} of {name}, the champion now."
 
@@ -127,13 +129,13 @@ def rollback(name: str, tracking_uri: str | None = None) -> RolledBack:
         client = Store(uri, "").client
         champion, previous = (_version_of(client, name, alias) for alias in (CHAMPION, PREVIOUS))
         if previous is None or previous == champion:
-            raise RoutePackError(_no_way_back(client, name, without_password(uri), champion, previous))
+            raise RoutePackError(_no_way_back(client, name, redacted(uri), champion, previous))
         client.set_registered_model_alias(name, CHAMPION, previous)
         if champion is not None:
             client.set_registered_model_alias(name, PREVIOUS, champion)
     except mlflow_errors() as error:
         raise RoutePackError(
-            f"MLflow at {without_password(uri)} could not roll back {name!r}: {what_mlflow_said(error)} Check the "
+            f"MLflow at {redacted(uri)} could not roll back {name!r}: {what_mlflow_said(error, uri)} Check the "
             "server and try again."
         ) from None
     return RolledBack(previous, champion or "")
@@ -180,8 +182,9 @@ def download_bundle(model_uri: str) -> Path:
     try:
         folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri))
     except mlflow_errors() as error:
-        where = without_password(mlflow.get_tracking_uri())
-        raise RoutePackError(f"{model_uri} cannot be had from {where}: {what_mlflow_said(error)}") from None
+        uris = mlflow.get_tracking_uri(), mlflow.get_registry_uri()
+        said = what_mlflow_said(error, *uris)
+        raise RoutePackError(f"{model_uri} cannot be had from {redacted(uris[1])}: {said}") from None
     found = sorted(folder.glob(f"artifacts/*/{PLANNER_FILE}"))
     if not found:
         raise RoutePackError(f"{model_uri} holds no bundle. Register one with `routepack deploy --register NAME`.")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler import RoutePackError
+from profiler.redact import redacted
 from search.tuning.task import TuneTask
 
 JOURNAL = "journal:"
@@ -127,11 +127,6 @@ def is_server(storage: str) -> bool:
     return not storage.startswith(JOURNAL)
 
 
-def shown(text: str) -> str:
-    """Return a storage, or what a database says of it, without passwords."""
-    return re.sub(r"(//[^:/@]*:).*(?=@)|(?<=password=)[^&\s]*", r"\1***", text)
-
-
 def open_study(task: TuneTask, storage: str, study_name: str, *, new_study: bool = False) -> Any:
     """Create or resume a study and return it.
 
@@ -201,8 +196,8 @@ def _server_url(storage: str) -> str:
     url = make_url(storage)
     if url.get_backend_name() not in ("postgresql", "postgres"):
         raise RoutePackError(
-            f"Storage {shown(storage)} is of a kind that is not known. Give postgresql://USER@HOST/DATABASE, or leave "
-            "--storage out on a single machine."
+            f"Storage {redacted(storage)} is of a kind that is not known. Give postgresql://USER@HOST/DATABASE, or "
+            "leave --storage out on a single machine."
         )
     return url.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
 
@@ -242,7 +237,7 @@ def _explained(storage: str) -> Iterator[None]:
             way_out = "For PostgreSQL: pip install 'routepack-tune[postgresql]'."
         elif "no longer compatible" in str(error):
             way_out = "Upgrade it with `optuna storage upgrade`, or give another --storage."
-        line = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+        line = redacted(next(iter(str(error).strip().splitlines()), "").rstrip("."), storage)
         raise RoutePackError(
-            f"Storage {shown(storage)} cannot be opened: {type(error).__name__}: {shown(line)}. {way_out}"
+            f"Storage {redacted(storage)} cannot be opened: {type(error).__name__}: {line}. {way_out}"
         ) from None

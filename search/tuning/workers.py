@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from profiler import RoutePackError
-from search.tuning.storage import is_server, open_study, shown, study_locks
+from profiler.redact import redacted
+from search.tuning.storage import is_server, open_study, study_locks
 from search.tuning.task import TuneTask
 from search.tuning.trials import fail_abandoned, finished_trials, run_trials
 
@@ -141,7 +142,7 @@ def _ray_tasks(job: Job, numbers: range) -> Generator[list[str], None, None]:
         ray.init(log_to_driver=False)
     if not is_server(job[1]) and len(ray.nodes()) > 1:
         raise RoutePackError(
-            f"Storage {shown(job[1])} is a file that other nodes cannot lock. Give --storage postgresql://..."
+            f"Storage {redacted(job[1])} is a file that other nodes cannot lock. Give --storage postgresql://..."
         )
     submit, sent = ray.remote(num_cpus=1, runtime_env={"env_vars": {THREADS: "1"}})(work).remote, ray.put(job)
     running = [submit(sent, number) for number in numbers]
