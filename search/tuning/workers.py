@@ -24,7 +24,7 @@ from typing import Any
 
 from profiler import RoutePackError
 from profiler.redact import redacted
-from search.tuning.storage import is_server, open_study, study_locks
+from search.tuning.storage import explained_storage, is_server, open_study, study_locks
 from search.tuning.task import TuneTask
 from search.tuning.trials import fail_abandoned, finished_trials, run_trials
 
@@ -41,7 +41,9 @@ Job = tuple[TuneTask, str, str, int]
 def work(job: Job, worker: int, after_trial: Callable[[], None] = lambda: None) -> None:
     """Be one worker: run trials, and leave none running."""
     task, storage, name, trials = job
-    run_trials(task, open_study(task, storage, name), study_locks(storage, name), trials, worker, after_trial)
+    study = open_study(task, storage, name)
+    with explained_storage(storage):
+        run_trials(task, study, study_locks(storage, name), trials, worker, after_trial)
 
 
 def run_workers(job: Job, study: Any, numbers: range, look: Callable[[], None], *, ray: bool = False) -> None:
