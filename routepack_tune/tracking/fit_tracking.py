@@ -21,9 +21,10 @@ from profiler.errors import RoutePackError
 from profiler.files import write_text
 from profiler.redact import redacted
 from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines, gains
+from routepack_tune.tracking.database import ARTIFACTS
 from routepack_tune.tracking.describe import ABOUT_COST_MODELS
 from routepack_tune.tracking.registry import promote
-from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, NOTE, Store, log_pyfunc, what_mlflow_said
+from routepack_tune.tracking.store import DATABASE, KIND, NOTE, Store, log_pyfunc, what_mlflow_said
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]

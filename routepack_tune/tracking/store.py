@@ -23,11 +23,10 @@ from typing import Any
 from profiler.errors import RoutePackError
 from profiler.redact import redacted
 from routepack_tune.config import check_tracking_uri
-from routepack_tune.tracking.database import database_path, make_database
+from routepack_tune.tracking.database import ARTIFACTS, adopt_artifacts, database_path, make_database
 from routepack_tune.tracking.describe import ABOUT_EXPERIMENT
 
 DATABASE = "mlflow.db"
-ARTIFACTS = "artifacts"
 SQLITE = "sqlite:///"
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -101,6 +100,7 @@ class Store:
         quiet_mlflow()
         if path := database_path(self.uri):
             make_database(path)
+            adopt_artifacts(path)
         return quiet_mlflow().MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     @cached_property
