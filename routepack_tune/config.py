@@ -132,9 +132,12 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
 def _check_job(config: Config) -> None:
     """Refuse sizes that do not fit together, before a verb works for minutes and the next one fails."""
     from profiler.params import check_sizes, divisors, nearest
+    from search.problem import check_padding
 
     with explained("`topology`: ", of=ValueError):
         check_sizes(config.model, config.topology)
+    with explained("`planner`: "):
+        check_padding(config.planner, config.model)
     per_node, ranks = config.planner.ranks_per_node, config.topology.expert_model_parallel_size
     if per_node and ranks % per_node:
         raise RoutePackError(
