@@ -36,6 +36,7 @@ from routepack_tune.steps.traces import list_step_files, load_step_batch
 from routepack_tune.steps.workload import compare_workloads, workload_statistics
 
 if TYPE_CHECKING:
+    from costmodels.cost_model import Header
     from costmodels.freezing.rescale import Rescale
     from profiler import Observer
     from search import Plan, StepBatch
@@ -178,14 +179,14 @@ def trend_interval(values: np.ndarray) -> tuple[float, float, float]:
     return float(found.slope), float(found.low_slope), float(found.high_slope)
 
 
-def stated_half_log(header: Mapping[str, Any]) -> dict[str, float]:
+def stated_half_log(header: Header) -> dict[str, float]:
     """Return the cost model's 90 % half-widths (log of time) by component, from what ``costmodel.json`` holds."""
     component = {"attention": "attention", "dense": "attention", "experts": "experts", "alltoall": "exchange"}
     found: dict[str, float] = {}
-    for entry in header.get("operations", {}).values():
-        intervals, name = entry.get("intervals"), component.get(entry.get("operation"))
-        if intervals and name:
-            found[name] = max(found.get(name, 0.0), float(np.median(intervals["half_log"])))
+    for entry in header.operations.values():
+        name = component.get(entry.operation)
+        if entry.intervals and name:
+            found[name] = max(found.get(name, 0.0), float(np.median(entry.intervals.half_log)))
     return found
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from profiler.errors import RoutePackError
 from profiler.files import check_place, file_hash, write_bytes, write_json
 from profiler.readers import read_json
-from routepack_tune.bundle import COST_MODEL_FILE, cost_model_header, dtype_of
+from routepack_tune.bundle import COST_MODEL_FILE, dtype_of
 from routepack_tune.environment import environment
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def begin_study(
     folder: Path, task: TuneTask, name: str, settings: Config, files: Sequence[Path], costmodel: Path, storage: str
 ) -> dict[str, Any]:
     """Write what a new study's folder must hold; return what ``study.json`` says."""
+    from costmodels.cost_model import read_header
     from routepack_tune.drift import stated_half_log
     from routepack_tune.steps.traces import save_step_batch
     from routepack_tune.steps.workload import workload_statistics
@@ -105,7 +106,7 @@ def begin_study(
         frozen.save(folder / file)
     write_bytes(folder / COST_MODEL_FILE, (costmodel / COST_MODEL_FILE).read_bytes())
     save_step_batch(folder / RECHECK_FILE, task.batches[-1])
-    header, steps = cost_model_header(costmodel), zip(task.names, files, task.batches, strict=True)
+    header, steps = read_header(costmodel), zip(task.names, files, task.batches, strict=True)
     hashes = {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)}
     document = {
         "schema_version": STUDY_SCHEMA_VERSION,
@@ -115,12 +116,12 @@ def begin_study(
         "config": settings.effective,
         "steps": [{"name": name, "file": path.name, "data_hash": batch.data_hash} for name, path, batch in steps],
         "storage": storage,
-        "fingerprint": header["fingerprint"],
+        "fingerprint": header.fingerprint.to_dict(),
         "cost_model": {
             "sha256": hashes[COST_MODEL_FILE],
-            "data_hash": header.get("data_hash"),
+            "data_hash": header.data_hash,
             "half_log": stated_half_log(header),
-            "dtype": dtype_of(header),
+            "dtype": dtype_of(header.provenance),
         },
         "workload": workload_statistics(task.names, task.batches),
         "environment": environment(),

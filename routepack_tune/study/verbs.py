@@ -14,7 +14,7 @@ from profiler.extras import extras_named
 from profiler.files import check_place, content_hash, write_json, write_text
 from profiler.readers import read_json
 from profiler.redact import redacted
-from routepack_tune.bundle import PLANNER_FILE, check_replaceable, cost_model_header, typed_parts, write_bundle
+from routepack_tune.bundle import PLANNER_FILE, check_replaceable, typed_parts, write_bundle
 from routepack_tune.config import Config, load_config
 from routepack_tune.environment import version
 from routepack_tune.planner import Planner
@@ -73,6 +73,7 @@ def tune(
     RoutePackError
         If an input is wrong (before anything is written), the folder holds another study, or no trial is feasible.
     """
+    from costmodels.cost_model import read_header
     from routepack_tune.reports.tuning import tuning_page
     from routepack_tune.tracking.store import tracking_uri
     from routepack_tune.tracking.sync import StudySync
@@ -85,7 +86,7 @@ def tune(
     check_place(out, folder=True)
     settings, out, costmodel = load_config(config), Path(out), Path(costmodel)
     uri = tracking_uri(settings.tune.tracking_uri, out)
-    cost_model_header(costmodel)  # refused before the batches are read
+    read_header(costmodel)  # refused before the batches are read
     task, files = _tune_task(steps, costmodel, settings, seed)
     task = dataclasses.replace(task, enqueue=tuple(best_setting(path, task) for path in warm_start))
     with locked_study(out):
