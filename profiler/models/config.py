@@ -7,21 +7,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from profiler.errors import RoutePackError
-from profiler.models.families import ALL_WINDOWED, family_of, refuse_family, with_defaults
-from profiler.models.keys import (
-    SAME_AS,
-    SPELLINGS,
-    UNPRICED,
+from profiler.models.checks import (
     is_off,
+    quoted,
+    refuse_other_types,
     refuse_sparse_attention,
     refuse_unknown,
     refuse_what_cannot_be_priced,
     shown,
 )
+from profiler.models.families import ALL_WINDOWED, family_of, refuse_family, with_defaults
+from profiler.models.keys import MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WINDOW, SAME_AS, SPELLINGS, UNPRICED
 from profiler.models.layers import LINEAR, Layers
 
-MOST_LAYERS, MOST_EXPERTS, MOST, MOST_WINDOW = 4096, 1 << 16, 1 << 20, 1 << 31
-"""Largest counts and sizes that are taken for those of a model."""
 LINEAR_SIZES = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
 FLATTENED = ("attn_config", "ffn_config", "moe_config")
 """Parts whose keys count as those of the model (DBRX)."""
@@ -42,6 +40,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     refuse_family(part, family, name)
     for stated in (part, beside):
         refuse_what_cannot_be_priced(stated, name)
+    refuse_other_types(part, name)
     for stated in (part, beside):
         refuse_unknown(stated, name)
     return Facts(part, name, family).fields() | {"unpriced": tuple(_unpriced(config, part))}
@@ -135,7 +134,7 @@ class Facts:
     def heads(self) -> dict[str, Any]:
         """Return the shape of softmax attention."""
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
-        gate = self.flag("attn_output_gate") or self.flag("attention_output_gate")
+        gate = bool(self.part.get("attn_output_gate") or self.part.get("attention_output_gate"))
         latent = self.part.get("kv_lora_rank") is not None and self.part.get("use_mla") is not False
         found = {"hidden_size": hidden, "num_attention_heads": heads, "attention_output_gate": gate}
         if latent:
@@ -232,16 +231,8 @@ class Facts:
             return default
         key, value = found
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            value = f"'{value}'" if isinstance(value, str) else value
-            raise self.error(key, value, f"is wrong: expected an integer >= {least} and <= {most}")
+            raise self.error(key, quoted(value), f"is wrong: expected an integer >= {least} and <= {most}")
         return value
-
-    def flag(self, key: str) -> bool:
-        """Return a switch, off where it is not stated."""
-        value = self.part.get(key)
-        if not isinstance(value, bool | None):
-            raise self.error(key, value, "is neither true nor false")
-        return bool(value)
 
     def missing(self, fact: str) -> RoutePackError:
         """Return the error for a fact that no key states, with what the configuration does state."""

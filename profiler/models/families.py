@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from profiler.errors import RoutePackError
-from profiler.models.keys import SPELLINGS, WAY, shown
+from profiler.models.checks import shown
+from profiler.models.keys import SPELLINGS, WAY
 from profiler.models.layers import EXPERT_LISTS
 
 ALL_WINDOWED = ("", "mixtral", "phimoe", "minimax", "qwen2_moe", "qwen3_moe", "qwen3_omni_moe_text")

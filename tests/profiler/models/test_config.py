@@ -28,7 +28,7 @@ OF_FOUR = ["full_attention"] * 3
         ({"layer_types": [*OF_FOUR, 7]}, "layer_types = 7"),
         ({"layer_types": [*OF_FOUR, ["conv"]]}, "layer_types = ['conv']"),
         ({"layer_types": OF_FOUR}, "has 3 entries for num_hidden_layers = 4"),
-        ({"layer_types": "mamba"}, "layer_types = mamba"),
+        ({"layer_types": "mamba"}, "layer_types = 'mamba' is wrong: expected a list"),
         ({"layer_types": ["linear_attention", *OF_FOUR]}, "linear_num_value_heads"),
         ({"layers_block_type": ["mamba", "moe", "attention", "moe"]}, "layers_block_type = mamba"),
         ({"attn_type_list": [0, 1, 1, 1]}, "attn_type_list = 0"),
@@ -202,6 +202,13 @@ def test_impossible_values_of_every_fact_are_refused_at_once(key, value):
         ModelSpec.from_config(FOUR | {key: value}, "mine")
     assert key in str(refused.value)
     assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("value", [-2, 2**31 + 1, "8", [1], {"a": 1}, True, 0.0, float("nan")])
+@pytest.mark.parametrize("key", ["expert_layer_offset", "linear_key_head_dim", "max_window_layers", "qk_head_dim"])
+def test_keys_that_this_model_does_not_use_are_checked_too(key, value):
+    with pytest.raises(RoutePackError, match=f"{key} = .* is wrong: expected a whole number"):
+        ModelSpec.from_config(FOUR | {key: value}, "mine")
 
 
 def test_specs_that_are_made_pass_the_checks_of_those_that_are_read():
