@@ -76,6 +76,8 @@ REFUSED = {
     "bailing_moe_linear": "lightning attention",
     "bailing_moe_v2_linear": "lightning attention",
     "doge": "attention under a learned mask and experts found by product keys",
+    "ernie4_5_moe_vl": "experts of unlike widths for text and images",
+    "ernie4_5_vl_moe_text": "experts of unlike widths for text and images",
     "ergo": "experts with one up-projection",
     "gemma4_text": "full attention with heads of another size than windowed attention",
     "granitemoehybrid": _MAMBA,
