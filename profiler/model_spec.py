@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from profiler.errors import RoutePackError
-from profiler.files import content_hash, read_json
+from profiler.files import content_hash
 from profiler.models.checks import shown
 from profiler.models.config import LINEAR_SIZES, read_config
 from profiler.models.keys import MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WINDOW
+from profiler.readers import read_json
 
 MODELS = Path(__file__).with_name("models")
 SHIPPED_MODELS = tuple(sorted(path.stem for path in MODELS.glob("*.json")))

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, file_hash, new_folder, read_json, write_text
+from profiler.files import check_place, content_hash, file_hash, new_folder, write_text
+from profiler.readers import read_json
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
 
@@ -142,7 +143,7 @@ def bundle_folder(path: Path | str) -> Path:
     if str(path).startswith("models:/"):
         from routepack_tune.tracking.registry import download_bundle
 
-        return download_bundle(str(path))
+        return download_bundle(str(path))[0]
     if not Path(path).is_dir():
         raise RoutePackError(f"Bundle not found: {path}. Give the folder that `routepack deploy --out` wrote.")
     return Path(path)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from profiler import RoutePackError, Topology
-from profiler.files import content_hash, read_json, write_json
+from profiler.files import content_hash, write_json
+from profiler.readers import read_json
 
 PLAN_SCHEMA_VERSION = 1
 _AS_THEY_ARE = ("lower_bound_s", "counters", "provenance")

@@ -25,15 +25,14 @@ from profiler.models.keys import (
     UNGATED,
     WAY,
 )
+from profiler.readers import raw
 
 
 def shown(value: object) -> str:
     """Return a value or key on one short line."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
-    text = str(value[:40] if isinstance(value, list | tuple) else value)[:400]
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return text if len(text) <= 80 else f"{text[:76]} ..."
+    return raw.shown(value, 80)
 
 
 def quoted(value: object) -> str:
