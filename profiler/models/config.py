@@ -16,7 +16,14 @@ from profiler.models.checks import (
     refuse_what_cannot_be_priced,
     shown,
 )
-from profiler.models.families import ALL_WINDOWED, family_of, refuse_family, with_defaults
+from profiler.models.families import (
+    ALL_WINDOWED,
+    DEFAULTS,
+    EXPERTS_ARE_INTERMEDIATE,
+    family_of,
+    refuse_family,
+    with_defaults,
+)
 from profiler.models.keys import MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WINDOW, SAME_AS, SPELLINGS, UNPRICED
 from profiler.models.layers import LINEAR, Layers
 
@@ -115,9 +122,7 @@ class Facts:
         heads = self.heads()
         self.check_same(heads)
         linear = tuple(kind == LINEAR for kind in kinds) if LINEAR in kinds else ()
-        width = self.size("moe_intermediate_size", self.size("intermediate_size", 0, least=0))
-        if not width:
-            raise self.missing("moe_intermediate_size")
+        width = self.expert_width(moe)
         return heads | {
             "num_experts": self.size("num_experts", most=MOST_EXPERTS),
             "top_k": self.size("num_experts_per_tok", most=MOST_EXPERTS),
@@ -160,9 +165,17 @@ class Facts:
         unused = {"q_lora_rank": 0, "kv_lora_rank": 0, "qk_rope_head_dim": 0}
         return found | {"attention": "gqa", "num_key_value_heads": kv_heads} | sizes | unused
 
+    def expert_width(self, moe: tuple[bool, ...]) -> int:
+        """Return the width of one routed expert; ``intermediate_size`` where a family means that by it."""
+        alone = all(moe) and self.family not in DEFAULTS
+        if self.stated("moe_intermediate_size") or not (alone or self.family in EXPERTS_ARE_INTERMEDIATE):
+            return self.size("moe_intermediate_size")
+        return self.size("intermediate_size")
+
     def shared_width(self, expert_width: int) -> int:
         """Return the width of all shared experts together."""
-        count = self.size("n_shared_experts", 0, least=0)
+        mixed = self.part.get("use_mixed_mlp_moe") is not False  # Hunyuan's switch of them
+        count = self.size("n_shared_experts", 0, least=0) * mixed
         key = next((key for key in SPELLINGS["shared_expert_intermediate_size"] if self.part.get(key)), None)
         if key is None:
             return count * expert_width

@@ -235,6 +235,22 @@ def test_top_k_and_experts_are_read_under_every_key(key):
         assert (spec.num_experts, spec.top_k) == (8, 2)
 
 
+@pytest.mark.parametrize(
+    ("said", "width"),
+    [({}, 128), ({"model_type": "mixtral"}, 128), ({"model_type": "unheard_of"}, 128), ({"ffn_hidden_size": 128}, 128)],
+)
+def test_the_width_of_feed_forwards_is_that_of_experts_where_all_layers_have_them(said, width):
+    bare = {key: value for key, value in SMALL.items() if key != "moe_intermediate_size"}
+    assert ModelSpec.from_config(bare | said, "a").moe_intermediate_size == width
+
+
+@pytest.mark.parametrize("said", [{"model_type": "qwen3_moe"}, {"model_type": "new", "first_k_dense_replace": 1}])
+def test_a_width_that_is_another_one_is_not_taken_for_that_of_experts(said):
+    bare = {key: value for key, value in SMALL.items() if key != "moe_intermediate_size"}
+    with pytest.raises(RoutePackError, match="has no moe_intermediate_size"):
+        ModelSpec.from_config(bare | said, "a")
+
+
 def test_the_nested_part_with_experts_is_read_and_what_stands_beside_it_is_told():
     beside = {
         "model_type": "omni",
