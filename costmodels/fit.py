@@ -113,7 +113,8 @@ def fit_cost_model(
             parity[f"{name}_{direction}"] = held_out
         observer.advance("fit")
     observer.now("fit", "tables")
-    data_hash, provenance = _data_hash(batches), [batch.meta.get("provenance") for batch in batches]
+    data_hash = _data_hash(batches)
+    provenance = [{**(batch.meta.get("provenance") or {}), "dtype": batch.meta.get("dtype")} for batch in batches]
     of_data: dict[str, Any] = {"provenance": provenance, "parity": parity, "doubts": doubts}
     cost_model = CostModel(models, params, fingerprint, spec, topology, max_tokens, data_hash, **of_data)
     cost_model.tables = freeze_tables(cost_model, spec, topology, max_tokens)

@@ -84,6 +84,7 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
 
     from costmodels import FitParams
     from profiler import ProfileParams, Topology, load_model
+    from profiler.params import MOST_TOKENS
     from search import PlannerParams, TuneParams
 
     if not isinstance(data, Mapping):
@@ -93,7 +94,7 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
         "schema_version": (Literal[1], CONFIG_SCHEMA_VERSION),
         "model": (str, ...),
         "topology": (Topology, ...),
-        "max_tokens_per_microbatch": (Annotated[int, pydantic.Field(ge=1)], ...),
+        "max_tokens_per_microbatch": (Annotated[int, pydantic.Field(ge=1, le=MOST_TOKENS)], ...),
         **{name: (section, section()) for name, section in optional.items()},
     }
     rules = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -118,9 +119,12 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
 def _check_job(config: Config) -> None:
     """Refuse sizes that do not fit together, before a verb works for minutes and the next one fails."""
     from profiler.params import check_sizes, divisors, nearest
+    from search.problem import check_padding
 
     with explained("`topology`: ", of=ValueError):
         check_sizes(config.model, config.topology)
+    with explained("`planner`: "):
+        check_padding(config.planner, config.model)
     per_node, ranks = config.planner.ranks_per_node, config.topology.expert_model_parallel_size
     if per_node and ranks % per_node:
         raise RoutePackError(

@@ -218,7 +218,8 @@ def _planner_of_study(study: Path, document: dict[str, Any], exported: dict[str,
     settings, cap = document["config"], exported["max_tokens"]
     spec, topology, params = typed_parts(settings["model"], settings["topology"], exported["params"], f"Study {study}")
     tables = StepTables.load(study / tables_file(cap, settings["max_tokens_per_microbatch"]))
-    planner = Planner(spec, topology, cap, params, tables, DeviceFingerprint.from_dict(document["fingerprint"]))
+    device, dtype = DeviceFingerprint.from_dict(document["fingerprint"]), document["cost_model"].get("dtype", "")
+    planner = Planner(spec, topology, cap, params, tables, device, dtype)
     batch = load_step_batch(study / RECHECK_FILE, spec)
     with explained(f"What {study} exports fails its re-check: ", " Tune again."):
         plan = planner.plan(batch, seed=1)
