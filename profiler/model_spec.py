@@ -11,9 +11,11 @@ from typing import Any
 
 from profiler.errors import RoutePackError
 from profiler.files import content_hash
-from profiler.models.config import LINEAR_SIZES, MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WINDOW, read_config
-from profiler.models.keys import shown
-from profiler.readers import read_json
+from profiler.models.checks import shown
+from profiler.models.config import LINEAR_SIZES, read_config
+from profiler.models.keys import MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WINDOW
+from profiler.readers.json_text import MAX_BYTES, parse_json
+from profiler.readers.raw import read_bytes
 
 MODELS = Path(__file__).with_name("models")
 SHIPPED_MODELS = tuple(sorted(path.stem for path in MODELS.glob("*.json")))
@@ -24,6 +26,8 @@ SAME_SHAPE = (
     r"|[:@].*"
 )
 """What names of releases add that differ in weights alone."""
+NO_LIMIT = re.compile(rb'("time_step_limit"\s*:)\s*\[[^]]*\]')
+"""Configurations of Mamba models hold an infinity here, which is no JSON; it decides no shape."""
 STATE_BYTES = 16
 """Bytes of one trained parameter that move with an expert: bf16 weight, fp32 master weight, two fp32 Adam moments (14),
 rounded up for alignment and buffers."""
@@ -214,7 +218,8 @@ def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
             f"Model '{shown(model)}' is neither shipped nor the path of a config.json ({shown(path)} is none)."
             f"{f' Did you mean {near}?' if near else ''} Shipped: {', '.join(SHIPPED_MODELS)}."
         )
-    config = read_json(path, "Model configuration")
+    what = "Model configuration"
+    config = parse_json(NO_LIMIT.sub(rb"\1 null", read_bytes(path, what, MAX_BYTES)), f"{what} {shown(path)}")
     if not isinstance(config, dict):
         raise RoutePackError(f"Model configuration {path} is not a JSON object.")
     return ModelSpec.from_config(config, path.parent.name if path.name == "config.json" else path.stem)

@@ -7,21 +7,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from profiler.errors import RoutePackError
-from profiler.models.families import ALL_WINDOWED, family_of, refuse_family, with_defaults
-from profiler.models.keys import (
-    SAME_AS,
-    SPELLINGS,
-    UNPRICED,
+from profiler.models.checks import (
     is_off,
+    quoted,
+    refuse_other_types,
     refuse_sparse_attention,
     refuse_unknown,
     refuse_what_cannot_be_priced,
     shown,
 )
+from profiler.models.families import (
+    ALL_WINDOWED,
+    DEFAULTS,
+    EXPERTS_ARE_INTERMEDIATE,
+    family_of,
+    refuse_family,
+    with_defaults,
+)
+from profiler.models.keys import MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WINDOW, SAME_AS, SPELLINGS, UNPRICED
 from profiler.models.layers import LINEAR, Layers
 
-MOST_LAYERS, MOST_EXPERTS, MOST, MOST_WINDOW = 4096, 1 << 16, 1 << 20, 1 << 31
-"""Largest counts and sizes that are taken for those of a model."""
 LINEAR_SIZES = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
 FLATTENED = ("attn_config", "ffn_config", "moe_config")
 """Parts whose keys count as those of the model (DBRX)."""
@@ -42,6 +47,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     refuse_family(part, family, name)
     for stated in (part, beside):
         refuse_what_cannot_be_priced(stated, name)
+    refuse_other_types(part, name)
     for stated in (part, beside):
         refuse_unknown(stated, name)
     return Facts(part, name, family).fields() | {"unpriced": tuple(_unpriced(config, part))}
@@ -116,9 +122,7 @@ class Facts:
         heads = self.heads()
         self.check_same(heads)
         linear = tuple(kind == LINEAR for kind in kinds) if LINEAR in kinds else ()
-        width = self.size("moe_intermediate_size", self.size("intermediate_size", 0, least=0))
-        if not width:
-            raise self.missing("moe_intermediate_size")
+        width = self.expert_width(moe)
         return heads | {
             "num_experts": self.size("num_experts", most=MOST_EXPERTS),
             "top_k": self.size("num_experts_per_tok", most=MOST_EXPERTS),
@@ -135,7 +139,7 @@ class Facts:
     def heads(self) -> dict[str, Any]:
         """Return the shape of softmax attention."""
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
-        gate = self.flag("attn_output_gate") or self.flag("attention_output_gate")
+        gate = bool(self.part.get("attn_output_gate") or self.part.get("attention_output_gate"))
         latent = self.part.get("kv_lora_rank") is not None and self.part.get("use_mla") is not False
         found = {"hidden_size": hidden, "num_attention_heads": heads, "attention_output_gate": gate}
         if latent:
@@ -161,9 +165,17 @@ class Facts:
         unused = {"q_lora_rank": 0, "kv_lora_rank": 0, "qk_rope_head_dim": 0}
         return found | {"attention": "gqa", "num_key_value_heads": kv_heads} | sizes | unused
 
+    def expert_width(self, moe: tuple[bool, ...]) -> int:
+        """Return the width of one routed expert; ``intermediate_size`` where a family means that by it."""
+        alone = all(moe) and self.family not in DEFAULTS
+        if self.stated("moe_intermediate_size") or not (alone or self.family in EXPERTS_ARE_INTERMEDIATE):
+            return self.size("moe_intermediate_size")
+        return self.size("intermediate_size")
+
     def shared_width(self, expert_width: int) -> int:
         """Return the width of all shared experts together."""
-        count = self.size("n_shared_experts", 0, least=0)
+        mixed = self.part.get("use_mixed_mlp_moe") is not False  # Hunyuan's switch of them
+        count = self.size("n_shared_experts", 0, least=0) * mixed
         key = next((key for key in SPELLINGS["shared_expert_intermediate_size"] if self.part.get(key)), None)
         if key is None:
             return count * expert_width
@@ -232,16 +244,8 @@ class Facts:
             return default
         key, value = found
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            value = f"'{value}'" if isinstance(value, str) else value
-            raise self.error(key, value, f"is wrong: expected an integer >= {least} and <= {most}")
+            raise self.error(key, quoted(value), f"is wrong: expected an integer >= {least} and <= {most}")
         return value
-
-    def flag(self, key: str) -> bool:
-        """Return a switch, off where it is not stated."""
-        value = self.part.get(key)
-        if not isinstance(value, bool | None):
-            raise self.error(key, value, "is neither true nor false")
-        return bool(value)
 
     def missing(self, fact: str) -> RoutePackError:
         """Return the error for a fact that no key states, with what the configuration does state."""

@@ -9,9 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from profiler.errors import RoutePackError
-from profiler.models.keys import SPELLINGS, WAY, shown
+from profiler.models.checks import shown
+from profiler.models.keys import SPELLINGS, WAY
 from profiler.models.layers import EXPERT_LISTS
 
+EXPERTS_ARE_INTERMEDIATE = (
+    *("", "aria_text", "cohere2_moe", "dbrx", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa"),
+    *("granitemoehybrid", "granitemoeshared", "hunyuan", "hunyuan_v1_moe", "llama4_text", "minimax_m2", "mixtral"),
+    *("olmoe", "phimoe"),
+)
+"""Families whose ``intermediate_size`` is the width of an expert."""
 ALL_WINDOWED = ("", "mixtral", "phimoe", "minimax", "qwen2_moe", "qwen3_moe", "qwen3_omni_moe_text")
 """Families in which a bare ``sliding_window`` holds for every layer; without a family too, as in Mistral's code."""
 
@@ -28,6 +35,7 @@ _QWEN_HYBRID = {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "afmoe": {
+        "sliding_window": 1024,
         "num_dense_layers": 1,
         "num_shared_experts": 2,
         "global_attn_every_n_layers": 4,
@@ -36,24 +44,32 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "aria_text": {"moe_num_shared_experts": 2},
     "axk1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
-    "beam": {
-        "first_k_dense_replace": 3,
-        "sliding_window_pattern": 6,
-        "head_dim": 128,
-        "attn_output_gate": True,
-    },
-    "cohere2_moe": {"sliding_window_pattern": 4, "head_dim": 128},
+    "beam": {"first_k_dense_replace": 3, "sliding_window": 512, "head_dim": 128, "attn_output_gate": True},
+    "cohere2_moe": {"sliding_window": 4096, "head_dim": 128},
     "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": 1536},
     "deepseek_v3": {"n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536},
     "ernie4_5_moe": {"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
-    "exaone_moe": {"num_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window_pattern": 4},
+    "exaone_moe": {
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    "flint": {"sliding_window": 513, "mlp_only_layers": [0, 1], "shared_expert_intermediate_size": 1024},
     "glm4_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "glm4v_moe_text": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "glm4_moe_lite": {"n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 768},
-    "gpt_oss": {"sliding_window_pattern": 2, "head_dim": 64},
+    "gpt_oss": {"sliding_window": 128, "sliding_window_pattern": 2, "head_dim": 64},
+    "granitemoe_swa": {"sliding_window": 128},
     "hy_v3": {"num_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 128},
     "hunyuan_v1_moe": {"num_shared_expert": 1},
-    "kolibri1": {"sliding_window_pattern": 5, "head_dim": 128, "shared_expert_intermediate_size": 512},
+    "kolibri1": {
+        "sliding_window": 513,
+        "sliding_window_pattern": 5,
+        "head_dim": 128,
+        "shared_expert_intermediate_size": 512,
+    },
+    "lara_mini": {"sliding_window": 512, "head_dim": 128, "shared_expert_intermediate_size": 512},
     "llama4_text": {"n_shared_experts": 1, "attention_chunk_size": 8192, "head_dim": 128},
     "minicpm5_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1, "attn_output_gate": True},
     "minimax_m2": {"head_dim": 128},
@@ -61,6 +77,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "param2moe": {"n_shared_experts": 2, "first_k_dense_replace": 1, "head_dim": 64},
     "qwen2_moe": {"use_sliding_window": False, "shared_expert_intermediate_size": 5632},
     "qwen3_moe": {"use_sliding_window": False},
+    "qwen3_omni_moe_text": {},
+    "qwen3_vl_moe_text": {},
     "qwen3_next": _QWEN_HYBRID,
     "qwen3_5_moe_text": _QWEN_HYBRID,
     "sarvam_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 64},
@@ -75,6 +93,8 @@ REFUSED = {
     "bailing_moe_linear": "lightning attention",
     "bailing_moe_v2_linear": "lightning attention",
     "doge": "attention under a learned mask and experts found by product keys",
+    "ernie4_5_moe_vl": "experts of unlike widths for text and images",
+    "ernie4_5_vl_moe_text": "experts of unlike widths for text and images",
     "ergo": "experts with one up-projection",
     "gemma4_text": "full attention with heads of another size than windowed attention",
     "granitemoehybrid": _MAMBA,

@@ -5,12 +5,8 @@ A key that looks like layout (``LAYOUT``) and stands in no table here is an erro
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping
 from typing import Any
-
-from profiler.errors import RoutePackError
 
 SPELLINGS = {
     "hidden_size": ("hidden_size", "d_model"),
@@ -70,20 +66,44 @@ SPELLINGS = {
 }
 """Fact: the keys under which public models state it. The first one names it in messages."""
 
-READ = {
-    *(key for keys in SPELLINGS.values() for key in keys),
-    *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "use_mla"),
-    *("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_conv_kernel_dim", "attn_output_gate", "attention_output_gate"),
-    *("layer_types", "layers_block_type", "attn_type_list", "sliding_window_layout", "full_attention_interval"),
-    *("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers"),
-    *("global_attention_every_n_layers", "use_sliding_window", "max_window_layers"),
-    *("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "moe_layer_frequency"),
-    *("moe_layer_freq", "mlp_layer_types", "moe_layer_layout", "mlp_only_layers", "moe_layers", "moe_layers_enum"),
-    "is_moe_layer",
-    *("moe_layer_start_index", "moe_layer_end_index", "expert_layer_period", "expert_layer_offset"),
+SAME_AS = {
+    "swa_num_attention_heads": "num_attention_heads",
+    "swa_num_key_value_heads": "num_key_value_heads",
+    "num_global_key_value_heads": "num_key_value_heads",
+    "swa_head_dim": "head_dim",
+    "global_head_dim": "head_dim",
+    "swa_v_head_dim": "v_head_dim",
+    "num_attention_heads_per_layer": "num_attention_heads",
+    "num_key_value_heads_per_layer": "num_key_value_heads",
 }
-"""Keys whose values decide shapes or layers and are read."""
+"""Sizes of one kind of layer that are read where they equal those of all."""
+
+_FLAGS = ("use_mla", "attn_output_gate", "attention_output_gate", "use_sliding_window")
+_LISTS = """
+    layer_types layers_block_type attn_type_list sliding_window_layout mlp_layer_types moe_layer_layout is_moe_layer
+    mlp_only_layers moe_layers
+"""
+_COUNTS = """
+    kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim qk_head_dim v_head_dim linear_num_value_heads
+    linear_num_key_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim full_attention_interval
+    global_attn_every_n_layers global_attention_every_n_layers max_window_layers decoder_sparse_step
+    interleave_moe_layer_step moe_layer_interval moe_layer_frequency moe_layer_start_index moe_layer_end_index
+    expert_layer_period expert_layer_offset
+"""
+KINDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(_FLAGS, (bool, "true or false")),
+    **dict.fromkeys(_LISTS.split(), (list | tuple, "a list")),
+    **dict.fromkeys((key for keys in SPELLINGS.values() for key in keys), (int, "a whole number of sane size")),
+    **dict.fromkeys((*_COUNTS.split(), *SAME_AS), (int, "a whole number of sane size")),
+    "moe_layer_freq": (int | list | tuple, "a whole number or a list"),
+    "moe_layers_enum": (str | list | tuple, "a list, or layers with commas"),
+    "sliding_window_pattern": (int | str | list | tuple, "a whole number, or a pattern of L and G"),
+    "_sliding_window_pattern": (int | str | list | tuple, "a whole number, or a pattern of L and G"),
+}
+"""Keys whose values decide shapes or layers and are read: what they may be, in types and in words."""
+
+MOST_LAYERS, MOST_EXPERTS, MOST, MOST_WINDOW = 4096, 1 << 16, 1 << 20, 1 << 31
+"""Largest counts and sizes that are taken for those of a model; a window may be as long as any context."""
 
 LAYOUT = re.compile(
     r"layer|expert|moe|attn|attention|window|mamba|ssm|(^|_)conv|linear|sparse|chunk|interleav|pattern|hybrid|block"
@@ -171,18 +191,6 @@ CANNOT = {
 }
 """Keys that state, unless they are off, what no table prices."""
 
-SAME_AS = {
-    "swa_num_attention_heads": "num_attention_heads",
-    "swa_num_key_value_heads": "num_key_value_heads",
-    "num_global_key_value_heads": "num_key_value_heads",
-    "swa_head_dim": "head_dim",
-    "global_head_dim": "head_dim",
-    "swa_v_head_dim": "v_head_dim",
-    "num_attention_heads_per_layer": "num_attention_heads",
-    "num_key_value_heads_per_layer": "num_key_value_heads",
-}
-"""Sizes of one kind of layer that are read where they equal those of all."""
-
 SAID_BY_LIST = re.compile(r"(mamba|ssm|time_step|conv)_\w+|expand|chunk_size|n_groups|\w*sliding_window_pattern")
 """Keys that mean nothing more where a list names the kind of every layer: sizes of other kinds, patterns."""
 
@@ -196,69 +204,3 @@ KIND_KEYS = re.compile(r"model_type|architectures|layer_types|att(entio)?n_.*typ
 WAY = "Plan a model of dense, windowed or gated delta-rule attention whose layers are alike."
 UNGATED = re.compile(r"relu2|relu_?squared?|squared_?relu")
 """Activations of feed-forwards with one up-projection; all others are taken as gated, as public MoE models are."""
-
-
-def shown(value: object) -> str:
-    """Return a value or key on one short line."""
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"an integer of {value.bit_length()} bits"
-    text = str(value[:40] if isinstance(value, list | tuple) else value)[:400]
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return text if len(text) <= 80 else f"{text[:76]} ..."
-
-
-def is_off(value: object) -> bool:
-    """Tell whether a key states that what it names is not there."""
-    switched_off = isinstance(value, Mapping) and value.get("enabled") is False
-    return not value or switched_off or value in ("none", "full", "dense", "disabled")
-
-
-def refuse_sparse_attention(config: Mapping[str, Any], name: str) -> None:
-    """Raise RoutePackError where a query attends to keys chosen by an indexer or in blocks: that cannot be priced yet.
-
-    Keys tell it at any depth (``index_topk``, ``use_nsa``) unless they are off, and values that name kinds of layers.
-    """
-    for key, value in config.items():
-        off = is_off(value)
-        if isinstance(value, Mapping) and key != "quantization_config":
-            refuse_sparse_attention(value, name)
-        kinds = (value if isinstance(value, list) else [value]) if KIND_KEYS.search(str(key)) else ()
-        if (_is_sparse(str(key)) and not off) or any(isinstance(kind, str) and _is_sparse(kind) for kind in kinds):
-            raise RoutePackError(
-                f"Model {name}: {shown(key)} = {shown(value)} means sparse attention, whose times depend "
-                "on the keys it chooses: it cannot be priced yet. Plan a model of dense, windowed or linear attention."
-            )
-
-
-def _is_sparse(word: str) -> bool:
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W+", "_", word[:200]).lower()
-    return SPARSE_ATTENTION.search(snake) is not None
-
-
-def refuse_what_cannot_be_priced(part: Mapping[str, Any], name: str) -> None:
-    """Raise RoutePackError for keys that state layers, heads or experts that no table prices."""
-    for key, value in part.items():
-        if key in SWITCHES and value is False:
-            raise RoutePackError(f"Model {name}: {key} = False means that its layers hold no experts.")
-        if (reason := CANNOT.get(key)) and not is_off(value):
-            raise RoutePackError(f"Model {name}: {key} = {shown(value)} means {reason}: it cannot be priced yet. {WAY}")
-        if "hidden_act" in str(key) and isinstance(value, str) and UNGATED.search(value):
-            raise RoutePackError(
-                f"Model {name}: {key} = {shown(value)} means feed-forwards with one up-projection: only gated ones "
-                "(SwiGLU and kin) can be priced yet."
-            )
-
-
-def refuse_unknown(part: Mapping[str, Any], name: str) -> None:
-    """Raise RoutePackError for a key that looks like layout and is not known."""
-    listed = isinstance(part.get("layer_types") or part.get("layers_block_type"), list)
-    for key in map(str, part):
-        unused = listed and SAID_BY_LIST.fullmatch(key)
-        known = key in READ or key in SAME_AS or key in CANNOT or key in HARMLESS_NAMES or unused
-        if LAYOUT.search(key) and not (known or HARMLESS.search(key) or is_off(part[key])):
-            near = difflib.get_close_matches(key[:100], READ, n=1, cutoff=0.75)
-            raise RoutePackError(
-                f"Model {name}: {shown(key)} = {shown(part[key])} looks like layout of layers or experts and is not "
-                f"known: the model could be priced wrongly.{f' Did you mean {near[0]}?' if near else ''} If it changes "
-                "no shape and no kind of layer, remove it from a copy of config.json and give the copy."
-            )

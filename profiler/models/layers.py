@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from profiler.errors import RoutePackError
-from profiler.models.keys import SPELLINGS, shown
+from profiler.models.checks import shown
+from profiler.models.keys import SPELLINGS
 
 FULL, WINDOW, LINEAR = "full", "window", "linear"
 ATTENTION_NAMES = {

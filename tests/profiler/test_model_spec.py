@@ -190,6 +190,17 @@ def test_models_are_read_from_a_path_relative_to_a_folder(tmp_path):
     assert load_model("mine", tmp_path).name == "mine"
 
 
+def test_a_mamba_model_whose_configuration_holds_an_infinity_is_refused_for_its_layers(tmp_path):
+    text = json.dumps(SMALL | {"model_type": "nemotron_h", "time_step_limit": [0.0, float("inf")]})
+    assert "Infinity" in text
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(RoutePackError, match="nemotron_h means layers of one block each, Mamba among them"):
+        load_model("config.json", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"rope_theta": float("nan")}))
+    with pytest.raises(RoutePackError, match="NaN"):
+        load_model("config.json", tmp_path)
+
+
 def test_unknown_and_broken_models_are_errors(tmp_path):
     with pytest.raises(RoutePackError, match="neither shipped"):
         load_model("Qwen3-31B", tmp_path)

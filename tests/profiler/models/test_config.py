@@ -28,7 +28,7 @@ OF_FOUR = ["full_attention"] * 3
         ({"layer_types": [*OF_FOUR, 7]}, "layer_types = 7"),
         ({"layer_types": [*OF_FOUR, ["conv"]]}, "layer_types = ['conv']"),
         ({"layer_types": OF_FOUR}, "has 3 entries for num_hidden_layers = 4"),
-        ({"layer_types": "mamba"}, "layer_types = mamba"),
+        ({"layer_types": "mamba"}, "layer_types = 'mamba' is wrong: expected a list"),
         ({"layer_types": ["linear_attention", *OF_FOUR]}, "linear_num_value_heads"),
         ({"layers_block_type": ["mamba", "moe", "attention", "moe"]}, "layers_block_type = mamba"),
         ({"attn_type_list": [0, 1, 1, 1]}, "attn_type_list = 0"),
@@ -204,6 +204,13 @@ def test_impossible_values_of_every_fact_are_refused_at_once(key, value):
     assert len(str(refused.value)) < 400
 
 
+@pytest.mark.parametrize("value", [-2, 2**31 + 1, "8", [1], {"a": 1}, True, 0.0, float("nan")])
+@pytest.mark.parametrize("key", ["expert_layer_offset", "linear_key_head_dim", "max_window_layers", "qk_head_dim"])
+def test_keys_that_this_model_does_not_use_are_checked_too(key, value):
+    with pytest.raises(RoutePackError, match=f"{key} = .* is wrong: expected a whole number"):
+        ModelSpec.from_config(FOUR | {key: value}, "mine")
+
+
 def test_specs_that_are_made_pass_the_checks_of_those_that_are_read():
     facts = asdict(ModelSpec.from_config(SMALL, "a"))
     for change in (
@@ -226,6 +233,22 @@ def test_top_k_and_experts_are_read_under_every_key(key):
     for experts in ("moe_num_experts", "n_routed_experts", "num_local_experts"):
         spec = ModelSpec.from_config({**renamed, key: 2, experts: 8}, "a")
         assert (spec.num_experts, spec.top_k) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "width"),
+    [({}, 128), ({"model_type": "mixtral"}, 128), ({"model_type": "unheard_of"}, 128), ({"ffn_hidden_size": 128}, 128)],
+)
+def test_the_width_of_feed_forwards_is_that_of_experts_where_all_layers_have_them(said, width):
+    bare = {key: value for key, value in SMALL.items() if key != "moe_intermediate_size"}
+    assert ModelSpec.from_config(bare | said, "a").moe_intermediate_size == width
+
+
+@pytest.mark.parametrize("said", [{"model_type": "qwen3_moe"}, {"model_type": "new", "first_k_dense_replace": 1}])
+def test_a_width_that_is_another_one_is_not_taken_for_that_of_experts(said):
+    bare = {key: value for key, value in SMALL.items() if key != "moe_intermediate_size"}
+    with pytest.raises(RoutePackError, match="has no moe_intermediate_size"):
+        ModelSpec.from_config(bare | said, "a")
 
 
 def test_the_nested_part_with_experts_is_read_and_what_stands_beside_it_is_told():
