@@ -164,7 +164,7 @@ def bundle_folder(path: Path | str) -> Path:
     if str(path).startswith("models:/"):
         from routepack_tune.tracking.registry import download_bundle
 
-        return download_bundle(str(path))
+        return download_bundle(str(path))[0]
     if not Path(path).is_dir():
         raise RoutePackError(f"Bundle not found: {path}. Give the folder that `routepack deploy --out` wrote.")
     return Path(path)

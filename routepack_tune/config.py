@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
+from profiler.redact import redacted
 
 if TYPE_CHECKING:
     from costmodels import FitParams
@@ -53,9 +54,9 @@ class Config:
 
     @property
     def effective(self) -> dict[str, Any]:
-        """Everything that was in force, defaults included, ready for JSON; no password of a URL is in it."""
+        """Everything that was in force, defaults included, ready for JSON; no secret of a URL is in it."""
         found = dataclasses.asdict(self)
-        found["tune"]["tracking_uri"] = without_password(self.tune.tracking_uri)
+        found["tune"]["tracking_uri"] = redacted(self.tune.tracking_uri)
         return {"schema_version": CONFIG_SCHEMA_VERSION, **found}
 
 
@@ -66,11 +67,6 @@ def check_tracking_uri(uri: str, source: str = "Tracking URI") -> None:
             f"{source} {uri!r} is a folder store, which MLflow 3 no longer writes: use sqlite:///mlflow.db or a "
             "server (http://...); `mlflow migrate-filestore` moves old runs."
         )
-
-
-def without_password(url: str) -> str:
-    """Return a URL fit for a file that others read."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
 
 
 @extras_named()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
 from profiler.files import check_place, content_hash, read_json, write_json, write_text
+from profiler.redact import redacted
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, cost_model_header, typed_parts, write_bundle
-from routepack_tune.config import Config, load_config, without_password
+from routepack_tune.config import Config, load_config
 from routepack_tune.environment import version
 from routepack_tune.planner import Planner
 from routepack_tune.steps.traces import list_step_files, load_step_batch
@@ -92,7 +93,7 @@ def tune(
         if new_study:
             name = open_study(task, where, name, new_study=True).study_name
             set_aside(out)
-        shown = without_password(storage or "")
+        shown = redacted(storage or "")
         document = known_study(out, task) or begin_study(out, task, name, settings, files, costmodel, shown)
         sync, name = StudySync(out, uri, task, document), document["study_name"]
         summary = run_study(task, where, name, trials, workers=workers, ray=ray, observer=observer, listener=sync)
