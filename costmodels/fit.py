@@ -47,7 +47,9 @@ from profiler import (
     Topology,
     compare_fingerprints,
 )
+from profiler.errors import explained
 from profiler.files import arrays_hash, content_hash
+from profiler.params import check_sizes
 
 REQUIRED = ("attention", "experts")
 """Operations without which a step cannot be priced at all."""
@@ -83,8 +85,11 @@ def fit_cost_model(
     Raises
     ------
     RoutePackError
-        If the measurements are of different devices, or attention or experts were not measured.
+        If the measurements are of different devices, attention or experts were not measured, or the sizes of the
+        topology cannot divide the model.
     """
+    with explained(of=ValueError):
+        check_sizes(spec, topology)
     params, observer = params or FitParams(), observer or Observer()
     batches = [measurements] if isinstance(measurements, Measurements) else list(measurements)
     fingerprint, doubts = _device_of(batches), _doubts_of(batches)

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, file_hash, new_folder, read_json, write_text
+from profiler.files import check_place, content_hash, file_hash, new_folder, write_text
+from profiler.readers import read_json
 from routepack_tune.job import Job, check_job
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
@@ -178,15 +179,15 @@ def typed_parts(
 ) -> tuple[ModelSpec, Topology, PlannerParams]:
     """Rebuild what was written with ``asdict``; ``source`` names for an error where it was read."""
     from profiler import ModelSpec, Topology
-    from profiler.readers.schema import build
+    from profiler.params import check_sizes
+    from profiler.readers import build
     from search import PlannerParams
 
     with explained(f"{source} cannot be used by this version: ", " Write it again."):
-        return (
-            build(ModelSpec, model, "model"),
-            build(Topology, topology, "topology"),
-            build(PlannerParams, params, "params"),
-        )
+        spec, sizes = build(ModelSpec, model, "model"), build(Topology, topology, "topology")
+        with explained(of=ValueError):
+            check_sizes(spec, sizes)
+        return spec, sizes, build(PlannerParams, params, "params")
 
 
 def device_match(wanted: DeviceFingerprint) -> tuple[str, str]:

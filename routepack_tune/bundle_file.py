@@ -11,9 +11,9 @@ from typing import Any
 from costmodels import StepTables, tables_key
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
 from profiler.errors import explained
-from profiler.files import canonical_json, content_hash, file_hash, read_json
+from profiler.files import canonical_json, content_hash, file_hash
 from profiler.params import check_sizes
-from profiler.readers.schema import build
+from profiler.readers import build, read_json
 from search import PlannerParams
 from search.checks import check_tables
 from search.placement.lpt import check_nodes

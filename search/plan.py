@@ -18,7 +18,8 @@ import numpy as np
 
 from profiler import RoutePackError, Topology
 from profiler.errors import explained
-from profiler.files import canonical_json, content_hash, read_json, write_json
+from profiler.files import canonical_json, content_hash, write_json
+from profiler.readers import read_json
 from search.checks import check_packing, check_placement
 from search.plan_file import (
     PLAN_SCHEMA_VERSION,

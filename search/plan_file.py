@@ -16,7 +16,7 @@ import numpy as np
 
 from profiler import ModelSpec, RoutePackError, Topology
 from profiler.files import canonical_json
-from profiler.readers.schema import build
+from profiler.readers import build
 from search.params import PlannerParams
 
 PLAN_SCHEMA_VERSION = 2

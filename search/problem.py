@@ -10,6 +10,7 @@ import numpy as np
 from costmodels import StepTables, lookup_many_ns
 from profiler import ModelSpec, RoutePackError, Topology
 from profiler.files import arrays_hash
+from profiler.params import divisors, nearest
 from search.checks import MOST_TOKENS, check_array, check_tables, check_times
 from search.params import AVERAGE, NO_ROUTES, PlannerParams, padding_experts
 
@@ -201,7 +202,8 @@ def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology) -> No
         ),
         (
             experts % ranks > 0,
-            f"{experts} experts do not divide over expert_model_parallel_size = {ranks}. Choose a divisor.",
+            f"expert_model_parallel_size = {ranks} cannot divide the {experts} experts of {spec.name}. Nearest: "
+            f"{nearest(ranks, divisors(experts))}.",
         ),
         (
             count < slots,

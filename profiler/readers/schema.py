@@ -1,12 +1,13 @@
-"""From plain data, as a file holds it, to a dataclass whose annotations are the schema.
+"""Dataclasses from plain data, checked by their own annotations: the declared schema of what training loads.
 
-Types are checked here, ranges by the dataclass' own ``__post_init__``: what is read passes the checks of what is made.
+pydantic does the same for what the command line reads; training has numpy and numba alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -14,72 +15,118 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from profiler.errors import RoutePackError
+from profiler.readers.raw import shown
 
 T = TypeVar("T")
-MOST_WHOLE = 2**63
-_NAMES = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
 
 
 def build(cls: type[T], data: Any, where: str) -> T:
-    """Return ``data`` as the dataclass ``cls``; ``where`` names its place for an error.
+    """Return ``cls`` made of ``data``, the plain value of a dataclass or of any annotated type.
 
-    Numbers may be whole where floats are wanted; lists become tuples; None is taken only where it is annotated.
+    Integers are no booleans and no text, floats finite; lists become tuples; keys are all known and all there but for
+    those with defaults. What ``__post_init__`` refuses (ValueError) is refused here.
 
     Raises
     ------
     RoutePackError
-        If a key is missing or unknown, a value is of another type, or the dataclass refuses it.
+        One line: ``where``, the place inside, what was expected and the value.
     """
-    if not isinstance(data, Mapping):
-        raise _unexpected(where, "a mapping", data)
-    hints, fields = typing.get_type_hints(cls), {one.name: one for one in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for name in data:
-        if name not in fields:
-            near = difflib.get_close_matches(str(name), fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(fields)}."
-            raise RoutePackError(f"{where}: unknown key {name!r:.80}: {hint}")
-    for name, one in fields.items():
-        if name not in data and one.default is one.default_factory is dataclasses.MISSING:
-            raise RoutePackError(f"{where}: the key {name!r} is missing.")
-    values = {name: _typed(hints[name], value, f"{where}.{name}") for name, value in data.items()}
     try:
-        return cls(**values)
-    except ValueError as error:
-        raise RoutePackError(f"{where}: {error}") from None
+        return typing.cast(T, _value(cls, data, ""))
+    except _Wrong as wrong:
+        raise RoutePackError(f"{where}: {wrong}{'' if str(wrong).endswith('?') else '.'}") from None
 
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """Return a value as what its annotation says."""
-    origin, inside = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return build(typing.cast(type, kind), value, where)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and types.NoneType in inside:
-            return None
-        (kind,) = (one for one in inside if one is not types.NoneType)
-        return _typed(kind, value, where)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise _unexpected(where, "a list", value)
-        return tuple(_typed(inside[0], one, f"{where}[{i}]") for i, one in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise _unexpected(where, "a mapping from text", value)
-        return {key: _typed(inside[1], one, f"{where}.{key:.40}") for key, one in value.items()}
+class _Wrong(Exception):
+    """What is wrong where."""
+
+
+def _value(kind: Any, value: Any, place: str) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
-    return _plain(kind, value, where)
-
-
-def _plain(kind: Any, value: Any, where: str) -> Any:
-    if kind is float and type(value) is int and abs(value) < MOST_WHOLE:
-        return float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise _unexpected(where, _NAMES[kind], value)
-    if kind is int and not -MOST_WHOLE <= value < MOST_WHOLE:
-        raise _unexpected(where, "a whole number of 64 bits", value)
+    if dataclasses.is_dataclass(kind):
+        return _record(kind, value, place)
+    if origin in (types.UnionType, typing.Union):
+        return _one_of(inner, value, place)
+    if origin is typing.Literal:
+        if not any(type(value) is type(one) and value == one for one in inner):
+            raise _wrong(place, f"one of {', '.join(map(repr, inner))}", value)
+        return value
+    if origin is tuple or kind is tuple:
+        return _items(inner, value, place)
+    if origin is list:
+        return list(_items((*inner, ...), value, place))
+    if origin in (dict, Mapping) or kind is dict:
+        return _mapping(inner, value, place)
+    if kind is float and type(value) is int and abs(value) < 2**63:
+        value = float(value)
+    if type(value) is not kind:
+        names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+        raise _wrong(place, names.get(kind, str(kind)), value)
+    if kind is float and not math.isfinite(value):
+        raise _wrong(place, "a finite number", value)
     return value
 
 
-def _unexpected(where: str, wanted: str, value: Any) -> RoutePackError:
-    return RoutePackError(f"{where}: expected {wanted}, got {value!r:.80}.")
+def _record(cls: Any, value: Any, place: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise _wrong(place, f"a mapping of {cls.__name__}", value)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    if unknown := [name for name in value if name not in fields]:
+        near = difflib.get_close_matches(str(unknown[0]), fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(fields)}"
+        raise _Wrong(f"{_at(place)}unknown key {shown(unknown[0], 80)!r}: {hint}")
+    for name, field in fields.items():
+        no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if no_default and name not in value:
+            raise _Wrong(f"{_at(place)}the key {name!r} is missing")
+    hints = _hints(cls)
+    made = {name: _value(hints[name], one, f"{place}.{name}" if place else name) for name, one in value.items()}
+    try:
+        return cls(**made)
+    except ValueError as error:
+        raise _Wrong(f"{_at(place)}{str(error).rstrip('.')}") from None
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _one_of(kinds: tuple[Any, ...], value: Any, place: str) -> Any:
+    wrong: _Wrong | None = None
+    for kind in kinds:
+        try:
+            return _value(kind, value, place)
+        except _Wrong as error:
+            wrong = wrong or error
+    raise wrong or _wrong(place, "another value", value)
+
+
+def _items(inner: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _wrong(place, "a list", value)
+    if not inner:
+        return tuple(value)
+    kinds = [inner[0]] * len(value) if inner[-1] is ... else list(inner)
+    if len(kinds) != len(value):
+        raise _wrong(place, f"{len(kinds)} items", value)
+    if set(kinds) == {int} and all(type(item) is int for item in value):  # long lists of numbers
+        return tuple(value)
+    return tuple(_value(kind, item, f"{place}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
+
+
+def _mapping(inner: tuple[Any, ...], value: Any, place: str) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong(place, "a mapping", value)
+    key_kind, kind = inner or (str, Any)
+    return {_value(key_kind, key, place): _value(kind, one, f"{place}.{shown(key, 40)}") for key, one in value.items()}
+
+
+def _wrong(place: str, expected: str, value: Any) -> _Wrong:
+    return _Wrong(f"expected {place or 'the content'} to be {expected}, got {shown(repr(value), 80)}")
+
+
+def _at(place: str) -> str:
+    return f"{place}: " if place else ""

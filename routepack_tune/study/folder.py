@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
-from profiler.files import check_place, file_hash, read_json, write_bytes, write_json
+from profiler.files import check_place, file_hash, write_bytes, write_json
+from profiler.readers import read_json
 from routepack_tune.bundle import COST_MODEL_FILE, cost_model_header, dtype_of
 from routepack_tune.environment import environment
 

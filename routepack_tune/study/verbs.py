@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, read_json, write_json, write_text
+from profiler.files import check_place, content_hash, write_json, write_text
+from profiler.readers import read_json
 from profiler.redact import redacted
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, cost_model_header, typed_parts, write_bundle
 from routepack_tune.config import Config, load_config

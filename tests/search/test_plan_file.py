@@ -109,6 +109,7 @@ def wrong(place, value):
         (("predicted", "step_time_s"), -1.0, "not the sum of parts"),
         (("predicted", "step_time_s"), float("nan"), "finite|nan"),
         (("lower_bound_s",), 1e9, "lower_bound_s"),
+        (("lower_bound_s",), 10**400, "lower_bound_s"),
         (("moves", "experts", 0), [0, 0, 0, 99], "move of expert"),
         (("moves", "experts", 0, 0), 2**40, "move of expert"),
         (("moves", "bytes"), -1, ">= 0 bytes"),
