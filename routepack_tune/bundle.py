@@ -109,7 +109,7 @@ def load_planner(
     """
     from routepack_tune.bundle_file import read_bundle
 
-    folder = bundle_folder(path)
+    folder, registered = bundle_folder(path)
     document, tables = read_bundle(folder)
     planner = Planner(
         spec=document.model,
@@ -119,7 +119,7 @@ def load_planner(
         tables=tables,
         fingerprint=document.fingerprint,
         dtype=document.dtype,
-        provenance=document.provenance,
+        provenance=document.provenance | ({"registry": registered} if registered else {}),
         bundle_hash=document.content_hash,
     )
     if job is not None:
@@ -147,15 +147,18 @@ def dtype_of(provenance: Sequence[Any]) -> str:
     return found if isinstance(found, str) else ""
 
 
-def bundle_folder(path: Path | str) -> Path:
-    """Return a bundle's folder on this machine; one named ``models:/NAME@ALIAS`` is fetched first."""
+def bundle_folder(path: Path | str) -> tuple[Path, dict[str, str]]:
+    """Return a bundle's folder on this machine; one named ``models:/NAME@ALIAS`` is fetched first.
+
+    Of that come name, version and alias at this moment too.
+    """
     if str(path).startswith("models:/"):
         from routepack_tune.tracking.registry import download_bundle
 
-        return download_bundle(str(path))[0]
+        return download_bundle(str(path))
     if not Path(path).is_dir():
         raise RoutePackError(f"Bundle not found: {path}. Give the folder that `routepack deploy --out` wrote.")
-    return Path(path)
+    return Path(path), {}
 
 
 def typed_parts(

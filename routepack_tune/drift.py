@@ -117,7 +117,7 @@ def check(
     for place, is_folder in ((out, False), (refit, True)):
         if place is not None:
             check_place(place, is_folder)
-    folder = bundle_folder(bundle)
+    folder = bundle_folder(bundle)[0]
     if refit is not None:
         refit, old = Path(refit).resolve(), folder.resolve()
         if times is None:

@@ -73,7 +73,7 @@ class Plan:
         """SHA-256 of all decisions: ranks compare it before the first collective."""
         decided = {"micro_batches": self.micro_batches(), "logical_to_physical": self.placement_LE.tolist()}
         about = {"sample_ids": self.sample_ids, "topology": self.topology, "model": self.model}
-        return content_hash({**decided, **about, "num_tokens": self.total_tokens})
+        return content_hash({**decided, **about, "num_tokens": self.total_tokens, "max_tokens": self.max_tokens})
 
     @property
     def placement_id(self) -> str:
@@ -178,6 +178,7 @@ def check_form(plan: Plan) -> None:
     np.add.at(cells, (plan.row_N, plan.slot_N), 1)
     row, slot = np.unravel_index(int(cells.argmin()), cells.shape)
     layers, experts = len(plan.model.moe_layers), np.shape(plan.placement_LE)[-1] if np.ndim(plan.placement_LE) else 0
+    limits = {"unknown_tokens": plan.total_tokens, "unknown_samples": samples, "extrapolated_lengths": samples}
     most = cells.size * plan.max_tokens - plan.counters.get("padding_tokens", 0)
     for wrong, said in (
         (cells.min() == 0, f"Cell (row {row}, slot {slot}) is empty."),
@@ -206,7 +207,14 @@ def check_form(plan: Plan) -> None:
             not 0 <= plan.lower_bound_s <= plan.predicted.step_time_s * (1 + 1e-9),
             f"lower_bound_s = {plan.lower_bound_s} is not between 0 and the predicted {plan.predicted.step_time_s} s.",
         ),
-        (min(plan.counters.values(), default=0) < 0, "A counter is negative."),
+        *(
+            (not 0 <= count <= limits.get(name, count), f"counters.{name} = {count} is not 0 to {limits.get(name)}.")
+            for name, count in plan.counters.items()
+        ),
+        (
+            plan.moves.experts and not plan.provenance.get("previous_placement_id"),
+            "It moves experts, but its provenance names no previous placement.",
+        ),
     ):
         if wrong:
             raise RoutePackError(said)

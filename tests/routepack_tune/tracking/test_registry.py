@@ -136,6 +136,8 @@ def test_registered_bundle_resolves_by_alias_and_is_the_same(study_template, sma
         assert int(version.version) == 1
         assert version.run_id == json.loads((study / "study.json").read_text())["tracking"]["run_id"]
         loaded = load_planner("models:/tiny@champion")
+        entry = {"name": "tiny", "version": "1", "alias": "champion"}
+        assert loaded.provenance["registry"] == loaded.plan(job.step).provenance["registry"] == entry
         model = mlflow.pyfunc.load_model("models:/tiny@champion")
         planned = model.predict([str(job.step)])
         signature = mlflow.models.get_model_info("models:/tiny@champion").signature
