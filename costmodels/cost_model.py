@@ -24,7 +24,7 @@ from costmodels.tables import StepTables
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
 from profiler.errors import explained
 from profiler.files import content_hash, new_folder, write_json
-from profiler.params import MOST_TOKENS, check_number
+from profiler.params import MOST_TOKENS, check_number, check_sizes
 from profiler.readers import build, read_json
 
 SCHEMA_VERSION = 4
@@ -66,6 +66,7 @@ class Header:
     operations: dict[str, Entry]
 
     def __post_init__(self) -> None:
+        check_sizes(self.model, self.topology)
         check_number("max_tokens", self.max_tokens, 1, MOST_TOKENS, whole=True)
         for name, entry in self.operations.items():
             if name != f"{entry.operation}-{entry.direction}":

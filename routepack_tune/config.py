@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
 from profiler.readers import read_yaml
+from profiler.redact import redacted
 
 if TYPE_CHECKING:
     from costmodels import FitParams
@@ -54,9 +54,9 @@ class Config:
 
     @property
     def effective(self) -> dict[str, Any]:
-        """Everything that was in force, defaults included, ready for JSON; no password of a URL is in it."""
+        """Everything that was in force, defaults included, ready for JSON; no secret of a URL is in it."""
         found = dataclasses.asdict(self)
-        found["tune"]["tracking_uri"] = without_password(self.tune.tracking_uri)
+        found["tune"]["tracking_uri"] = redacted(self.tune.tracking_uri)
         return {"schema_version": CONFIG_SCHEMA_VERSION, **found}
 
 
@@ -67,11 +67,6 @@ def check_tracking_uri(uri: str, source: str = "Tracking URI") -> None:
             f"{source} {uri!r} is a folder store, which MLflow 3 no longer writes: use sqlite:///mlflow.db or a "
             "server (http://...); `mlflow migrate-filestore` moves old runs."
         )
-
-
-def without_password(url: str) -> str:
-    """Return a URL fit for a file that others read."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
 
 
 @extras_named()
@@ -124,9 +119,12 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
 def _check_job(config: Config) -> None:
     """Refuse sizes that do not fit together, before a verb works for minutes and the next one fails."""
     from profiler.params import check_sizes, divisors, nearest
+    from search.problem import check_padding
 
     with explained("`topology`: ", of=ValueError):
         check_sizes(config.model, config.topology)
+    with explained("`planner`: "):
+        check_padding(config.planner, config.model)
     per_node, ranks = config.planner.ranks_per_node, config.topology.expert_model_parallel_size
     if per_node and ranks % per_node:
         raise RoutePackError(

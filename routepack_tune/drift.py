@@ -117,7 +117,7 @@ def check(
     for place, is_folder in ((out, False), (refit, True)):
         if place is not None:
             check_place(place, is_folder)
-    folder = bundle_folder(bundle)
+    folder = bundle_folder(bundle)[0]
     if refit is not None:
         refit, old = Path(refit).resolve(), folder.resolve()
         if times is None:
@@ -275,6 +275,8 @@ def _given_plan(path: Path, planner: Planner, batch: StepBatch, name: str) -> Pl
         plan = Plan.load(path)
         if plan.topology != planner.topology or plan.max_tokens != planner.max_tokens:
             raise RoutePackError("it is for another topology or token cap than the bundle.")
+        if plan.model.spec_hash != planner.spec.spec_hash:
+            raise RoutePackError(f"it is of the model {plan.model.name}, the bundle of {planner.spec.name}.")
         stated = plan.provenance.get("batch_hash", batch.data_hash)
         if stated != batch.data_hash or plan.sample_ids != tuple(map(str, batch.sample_ids)):
             raise RoutePackError("it was made for other samples.")

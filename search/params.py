@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from dataclasses import dataclass, fields, replace
 
 from profiler.params import MOST_RANKS, MOST_TOKENS, check_settings
+
+AVERAGE, NO_ROUTES, CONSTANT = "average", "none", "constant"
+"""Where a trainer may send padding; see ``PlannerParams.padding_routes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,10 @@ class PlannerParams:
     """Bandwidth of one rank for moving experts, in 1e9 bytes a second; 0: as measured, else as the
     device states it, else 25."""
     sequence_alignment: int = 1
-    """Tokens every sequence is padded to a multiple of (Megatron: tp x cp x 2); padding costs like average tokens."""
+    """Tokens every sequence is padded to a multiple of (Megatron: tp x cp x 2)."""
+    padding_routes: str = AVERAGE
+    """Where the trainer sends that padding: ``average``, like average tokens; ``none``, to no expert; ``constant``,
+    each token to experts 0 to top_k - 1 (NeMo-RL, SkyRL), or to those named, as in ``constant 0`` (rows of zeros)."""
     equal_samples: bool = False
     """Give every DP slot the same number of samples, or one more (verl, ROLL, SkyRL)."""
     max_received_rows: int = 0
@@ -65,6 +72,7 @@ class PlannerParams:
         check_settings(self, RANGES)
         if 0 < self.link_gbytes_per_s < 1e-3:
             raise ValueError(f"Expected link_gbytes_per_s to be 0 or at least 0.001, got {self.link_gbytes_per_s}.")
+        padding_experts(self.padding_routes)
         for names in (("within_share", "two_share", "cell_share"), ("relocate_share", "similar_share")):
             shares = [getattr(self, name) for name in names]
             if sum(shares) > 1:
@@ -90,6 +98,19 @@ RANGES: dict[str, tuple[float, float]] = {
     **{name: (0, 1) for name in PlannerParams.__dataclass_fields__ if name.endswith("_share")},
 }
 """Least and most of each setting, both allowed."""
+
+
+def padding_experts(routes: str, top_k: int = 1) -> list[int]:
+    """Return the experts to which every token of padding goes; none where it is spread or sent nowhere.
+
+    ValueError unless ``routes`` is a legal ``padding_routes``.
+    """
+    kind, *named = routes.split() or [""]
+    plain = all(re.fullmatch("[0-9]{1,7}", one) for one in named) and len(set(map(int, named))) == len(named)
+    if not (plain and kind == CONSTANT) and routes not in (AVERAGE, NO_ROUTES):
+        legal = f"'{AVERAGE}', '{NO_ROUTES}', '{CONSTANT}' or '{CONSTANT} 0 1 ...' (distinct experts)"
+        raise ValueError(f"Expected padding_routes {legal}, got {routes!r:.80}.")
+    return [] if kind != CONSTANT else [int(one) for one in named] or list(range(top_k))
 
 
 @dataclass

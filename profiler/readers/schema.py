@@ -6,6 +6,7 @@ pydantic does the same for what the command line reads; training has numpy and n
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import types
@@ -33,7 +34,7 @@ def build(cls: type[T], data: Any, where: str) -> T:
     try:
         return typing.cast(T, _value(cls, data, ""))
     except _Wrong as wrong:
-        raise RoutePackError(f"{where}: {wrong}.") from None
+        raise RoutePackError(f"{where}: {wrong}{'' if str(wrong).endswith('?') else '.'}") from None
 
 
 class _Wrong(Exception):
@@ -58,7 +59,7 @@ def _value(kind: Any, value: Any, place: str) -> Any:
         return list(_items((*inner, ...), value, place))
     if origin in (dict, Mapping) or kind is dict:
         return _mapping(inner, value, place)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if type(value) is not kind:
         names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -73,7 +74,9 @@ def _record(cls: Any, value: Any, place: str) -> Any:
         raise _wrong(place, f"a mapping of {cls.__name__}", value)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     if unknown := [name for name in value if name not in fields]:
-        raise _Wrong(f"{_at(place)}unknown key {shown(unknown[0], 80)!r}, known: {', '.join(fields)}")
+        near = difflib.get_close_matches(str(unknown[0]), fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(fields)}"
+        raise _Wrong(f"{_at(place)}unknown key {shown(unknown[0], 80)!r}: {hint}")
     for name, field in fields.items():
         no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if no_default and name not in value:

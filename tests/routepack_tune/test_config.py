@@ -9,7 +9,7 @@ import pytest
 
 from costmodels import FitParams
 from profiler import ProfileParams, RoutePackError, Topology
-from routepack_tune.config import load_config, parse_config, without_password
+from routepack_tune.config import load_config, parse_config
 from search import PlannerParams, TuneParams
 
 
@@ -115,8 +115,16 @@ def test_parse_needs_no_file():
 
 
 def test_passwords_never_reach_files():
-    assert without_password("postgresql://me:secret@host/db") == "postgresql://me:***@host/db"
-    assert without_password("sqlite:////a/b.db") == "sqlite:////a/b.db"
+    data = {"model": "Mixtral-8x7B", "topology": {}, "max_tokens_per_microbatch": 10}
+    data["tune"] = {"tracking_uri": "postgresql://me:secret@host/db?password=secret"}
+    config = parse_config(data, ".", "here")
+    assert config.tune.tracking_uri == data["tune"]["tracking_uri"]
+    assert config.effective["tune"]["tracking_uri"] == "postgresql://me:***@host/db?password=***"
+    wrong = {"tracking_urls": data["tune"]["tracking_uri"], "tracking_uri": ["http://me:" + "secret" * 20]}
+    for key, value in wrong.items():
+        with pytest.raises(RoutePackError) as caught:
+            parse_config({**data, "tune": {key: value}}, ".", "here")
+        assert "secret" not in str(caught.value)
 
 
 SETTINGS = [Topology, PlannerParams, ProfileParams, FitParams, TuneParams]

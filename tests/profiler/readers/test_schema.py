@@ -38,7 +38,7 @@ WRONG = {
     "expected name to be text, got 3": {**GOOD, "name": 3},
     "expected part to be a mapping of Part, got 3": {**GOOD, "part": 3},
     "the key 'part' is missing": {"name": "n"},
-    "unknown key 'more', known: name": {**GOOD, "more": 1},
+    "unknown key 'more': known: name": {**GOOD, "more": 1},
     "expected part.size to be a whole number, got True": {**GOOD, "part": {"size": True}},
     "expected part.size to be a whole number, got '2'": {**GOOD, "part": {"size": "2"}},
     "part: Expected size >= 1, got 0": {**GOOD, "part": {"size": 0}},
