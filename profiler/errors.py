@@ -3,14 +3,19 @@
 import contextlib
 from collections.abc import Iterator
 
+from profiler.redact import redacted
+
 
 class RoutePackError(Exception):
     """Signal a failure that the caller can act on.
 
     Whatever reads input, files or servers may raise it; only the functions that users call repeat so. The message is
     one line: what is wrong, the offending value, the way out. The command line prints it as ``Error: ...`` and exits
-    non-zero.
+    non-zero. No message shows a secret of a URL, whoever wrote it.
     """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(redacted(message))
 
 
 @contextlib.contextmanager

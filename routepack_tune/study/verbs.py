@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, read_json, write_json, write_text
+from profiler.files import check_place, content_hash, write_json, write_text
+from profiler.readers import read_json
+from profiler.redact import redacted
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, cost_model_header, typed_parts, write_bundle
-from routepack_tune.config import Config, load_config, without_password
+from routepack_tune.config import Config, load_config
 from routepack_tune.environment import version
 from routepack_tune.planner import Planner
 from routepack_tune.steps.traces import list_step_files, load_step_batch
@@ -92,7 +94,7 @@ def tune(
         if new_study:
             name = open_study(task, where, name, new_study=True).study_name
             set_aside(out)
-        shown = without_password(storage or "")
+        shown = redacted(storage or "")
         document = known_study(out, task) or begin_study(out, task, name, settings, files, costmodel, shown)
         sync, name = StudySync(out, uri, task, document), document["study_name"]
         summary = run_study(task, where, name, trials, workers=workers, ray=ray, observer=observer, listener=sync)
@@ -216,7 +218,8 @@ def _planner_of_study(study: Path, document: dict[str, Any], exported: dict[str,
     settings, cap = document["config"], exported["max_tokens"]
     spec, topology, params = typed_parts(settings["model"], settings["topology"], exported["params"], f"Study {study}")
     tables = StepTables.load(study / tables_file(cap, settings["max_tokens_per_microbatch"]))
-    planner = Planner(spec, topology, cap, params, tables, DeviceFingerprint.from_dict(document["fingerprint"]))
+    device, dtype = DeviceFingerprint.from_dict(document["fingerprint"]), document["cost_model"].get("dtype", "")
+    planner = Planner(spec, topology, cap, params, tables, device, dtype)
     batch = load_step_batch(study / RECHECK_FILE, spec)
     with explained(f"What {study} exports fails its re-check: ", " Tune again."):
         plan = planner.plan(batch, seed=1)

@@ -11,12 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from profiler.errors import RoutePackError
 
+ARTIFACTS = "artifacts"
+"""Folder beside the database in which its experiments keep their files."""
+ADDRESSES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+"""Where MLflow keeps addresses of files, by table and column."""
+OWNERS = ("study.json", "costmodel.json")
+"""Files beside which a database is a study's or a cost model's own."""
 QUIET_S = 5.0
 """A database without an experiment that was written to this recently is being made by others, such as ``mlflow ui``."""
 PATIENCE_S = 20.0
@@ -61,6 +76,36 @@ def make_database(path: Path) -> None:
             _remove(left)
         _initialise(part)
         os.replace(part, path)
+
+
+def beside_database(database: Path, place: Path) -> Path | None:
+    """Return where beside the database a file of its artifacts lies by now; None where it does not."""
+    parts = place.parts
+    begins = [k for k, part in enumerate(parts) if part == ARTIFACTS]  # a model has a folder of that name too
+    found = [database.parent.joinpath(*parts[begin:]) for begin in begins]
+    return next((path for path in found if path.exists()), None)
+
+
+def adopt_artifacts(database: Path) -> None:
+    """Let a database that was moved or copied keep its files beside it: MLflow writes down absolute places.
+
+    Those that are not in a folder ``artifacts`` were chosen by others and stay; so do folders that exist, unless the
+    database is a study's or a cost model's own.
+    """
+    here = (database.resolve().parent / ARTIFACTS).as_uri()
+    own = any((database.parent / name).is_file() for name in OWNERS)
+    with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=rw", PATIENCE_S, uri=True)) as opened:
+        found = [old for (old,) in opened.execute("SELECT DISTINCT artifact_location FROM experiments") if old]
+        ours = [old for old in found if re.fullmatch(rf"file:/.*/{ARTIFACTS}", old) and old != here]
+        for old in ours:
+            if not own and Path(url2pathname(urlsplit(old).path)).is_dir():
+                continue
+            for table, column in ADDRESSES:
+                opened.execute(
+                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?",
+                    (here, len(old) + 1, len(old) + 1, f"{old}/"),
+                )
+        opened.commit()
 
 
 def _initialise(path: Path) -> None:

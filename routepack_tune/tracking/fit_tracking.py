@@ -19,11 +19,12 @@ import numpy as np
 
 from profiler.errors import RoutePackError
 from profiler.files import write_text
-from routepack_tune.config import without_password
+from profiler.redact import redacted
 from routepack_tune.reports.fit import QUANTITIES, REPORT_FILE, error_lines, gains
+from routepack_tune.tracking.database import ARTIFACTS
 from routepack_tune.tracking.describe import ABOUT_COST_MODELS
 from routepack_tune.tracking.registry import promote
-from routepack_tune.tracking.store import ARTIFACTS, DATABASE, KIND, NOTE, Store, log_pyfunc, what_mlflow_said
+from routepack_tune.tracking.store import DATABASE, KIND, NOTE, Store, log_pyfunc, what_mlflow_said
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
@@ -39,9 +40,9 @@ def track_fit(model: CostModel, folder: Path | str, pictures: Mapping[str, str],
     try:
         _log(model, Path(folder), pictures, uri, experiment)
     except Exception as error:
-        told = f"{type(error).__name__}: {what_mlflow_said(error)}"
+        told = f"{type(error).__name__}: {what_mlflow_said(error, uri)}"
         warnings.warn(
-            f"MLflow at {without_password(uri)} could not log the cost model ({told}). It is whole in {folder}.",
+            f"MLflow at {redacted(uri)} could not log the cost model ({told}). It is whole in {folder}.",
             stacklevel=2,
         )
 

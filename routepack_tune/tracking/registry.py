@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from profiler.errors import RoutePackError
 from profiler.extras import extras_named
-from profiler.files import read_json
-from routepack_tune.config import check_tracking_uri, without_password
-from routepack_tune.tracking.database import database_path, make_database
+from profiler.readers import read_json
+from profiler.redact import redacted
+from routepack_tune.config import check_tracking_uri
+from routepack_tune.tracking.database import ARTIFACTS, beside_database, database_path, make_database
 from routepack_tune.tracking.describe import ABOUT_PLANNERS, PLANNER_TAG, version_note, version_tags
 from routepack_tune.tracking.store import KIND, Store, log_pyfunc, mlflow_errors, quiet_mlflow, what_mlflow_said
 
@@ -55,9 +59,10 @@ def register_bundle(bundle: Path | str, name: str, uri: str, document: Mapping[s
         version = log_pyfunc(store, run_id, "bundle", "pyfunc_planner.py", bundle, name, tags, note, **how)
         promote(client, name, version, ABOUT_PLANNERS)
     except mlflow_errors() as error:
+        said = what_mlflow_said(error, uri)
         raise RoutePackError(
-            f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {what_mlflow_said(error)} "
-            "Check the tracking server and run `routepack deploy` again."
+            f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {said} Check the tracking "
+            "server and run `routepack deploy` again."
         ) from None
     return f"Registered as version {version} of {name}, the champion now."
 
@@ -127,13 +132,13 @@ def rollback(name: str, tracking_uri: str | None = None) -> RolledBack:
         client = Store(uri, "").client
         champion, previous = (_version_of(client, name, alias) for alias in (CHAMPION, PREVIOUS))
         if previous is None or previous == champion:
-            raise RoutePackError(_no_way_back(client, name, without_password(uri), champion, previous))
+            raise RoutePackError(_no_way_back(client, name, redacted(uri), champion, previous))
         client.set_registered_model_alias(name, CHAMPION, previous)
         if champion is not None:
             client.set_registered_model_alias(name, PREVIOUS, champion)
     except mlflow_errors() as error:
         raise RoutePackError(
-            f"MLflow at {without_password(uri)} could not roll back {name!r}: {what_mlflow_said(error)} Check the "
+            f"MLflow at {redacted(uri)} could not roll back {name!r}: {what_mlflow_said(error, uri)} Check the "
             "server and try again."
         ) from None
     return RolledBack(previous, champion or "")
@@ -141,18 +146,42 @@ def rollback(name: str, tracking_uri: str | None = None) -> RolledBack:
 
 def _no_way_back(client: Any, name: str, store: str, champion: str | None, previous: str | None) -> str:
     """Say why a planner cannot be rolled back, and what is registered."""
-    names = [one.name for one in client.search_registered_models()]
-    if name not in names:
-        meant = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-        registered = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        hint = f"Did you mean {meant[0]!r}? " if meant else ""
-        return f"{store} holds no planner {name!r}. {hint}Registered there: {registered or 'nothing'}."
-    known = sorted(int(one.version) for one in client.search_model_versions(f"name={_quoted(name)}"))
-    versions = f"versions {', '.join(map(str, known))}" if known else "no version at all"
+    if name not in (names := _names(client)):
+        return _unknown_name(name, names, store)
     return (
         f"{name!r} in {store} has no version to go back to (@champion is {champion or 'not set'}, @previous is "
-        f"{previous or 'not set'}, {versions}). Register another planner with `routepack deploy --register`."
+        f"{previous or 'not set'}, {_told_versions(_versions(client, name))}). Register another planner with "
+        "`routepack deploy --register`."
     )
+
+
+def _names(client: Any) -> list[str]:
+    """Return the names of all that is registered."""
+    found, token = list[str](), None
+    while page := client.search_registered_models(page_token=token):
+        found += [one.name for one in page]
+        if not (token := page.token):
+            break
+    return found
+
+
+def _unknown_name(name: str, names: list[str], store: str) -> str:
+    meant = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    hint = f"Did you mean {meant[0]!r}? " if meant else ""
+    return f"{store} holds no planner {name!r}. {hint}Registered there: {_listed(names) or 'nothing'}."
+
+
+def _versions(client: Any, name: str) -> list[int]:
+    """Return the versions of a registered model, latest first; none where there is no such model."""
+    return sorted((int(one.version) for one in client.search_model_versions(f"name={_quoted(name)}")), reverse=True)
+
+
+def _told_versions(known: list[int]) -> str:
+    return f"versions {_listed(list(map(str, known)))}" if known else "no version at all"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _version_of(client: Any, name: str, alias: str) -> str | None:
@@ -167,10 +196,14 @@ def _version_of(client: Any, name: str, alias: str) -> str | None:
         raise
 
 
-def download_bundle(model_uri: str) -> Path:
-    """Return the local folder of the bundle that ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION`` names."""
+def download_bundle(model_uri: str) -> tuple[Path, dict[str, str]]:
+    """Fetch the bundle that ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION`` names.
+
+    Return its local folder, and ``name``, ``version`` and ``alias`` (empty without one) as they are now.
+    """
     mlflow = quiet_mlflow()
-    if path := database_path(mlflow.get_registry_uri()):
+    uris = mlflow.get_tracking_uri(), mlflow.get_registry_uri()
+    if path := database_path(uris[1]):
         if not path.is_file():  # MLflow would make one here, on a machine that wants to read
             raise RoutePackError(
                 f"{model_uri} cannot be had: {path} is no file, nothing was registered there. Set MLFLOW_TRACKING_URI "
@@ -178,11 +211,62 @@ def download_bundle(model_uri: str) -> Path:
             )
         make_database(path)
     try:
-        folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri))
+        client = mlflow.MlflowClient(*uris)
+        known = _named_version(client, model_uri, redacted(uris[1]))
+        place = client.get_model_version_download_uri(known["name"], known["version"])
+        folder = _present(client, place, path, model_uri)
+        folder = folder or Path(mlflow.artifacts.download_artifacts(f"models:/{known['name']}/{known['version']}"))
     except mlflow_errors() as error:
-        where = without_password(mlflow.get_tracking_uri())
-        raise RoutePackError(f"{model_uri} cannot be had from {where}: {what_mlflow_said(error)}") from None
+        said = what_mlflow_said(error, *uris)
+        raise RoutePackError(f"{model_uri} cannot be had from {redacted(uris[1])}: {said}") from None
     found = sorted(folder.glob(f"artifacts/*/{PLANNER_FILE}"))
     if not found:
         raise RoutePackError(f"{model_uri} holds no bundle. Register one with `routepack deploy --register NAME`.")
-    return found[0].parent
+    return found[0].parent, known
+
+
+def _named_version(client: Any, model_uri: str, store: str) -> dict[str, str]:
+    """Return name, version and alias of what a URI names; where there is no such thing, say what there is."""
+    parts = re.fullmatch(r"models:/([^/]+)(?:@([^/@]+)|/(\d+))", model_uri)
+    if parts is None:
+        raise RoutePackError(f"{model_uri} names no planner. Give models:/NAME@ALIAS or models:/NAME/VERSION.")
+    name, alias, version = (part or "" for part in parts.groups())
+    if alias:
+        found = _version_of(client, name, alias)
+        if found is not None:
+            return {"name": name, "version": found, "alias": alias}
+    known = _versions(client, name)
+    if version and int(version) in known:
+        return {"name": name, "version": str(int(version)), "alias": ""}
+    if not known and name not in (names := _names(client)):
+        raise RoutePackError(f"{model_uri} cannot be had: {_unknown_name(name, names, store)}")
+    aliases = client.get_registered_model(name).aliases
+    wanted, there = (alias, sorted(aliases)) if alias else (version, list(map(str, known)))
+    near = difflib.get_close_matches(wanted, there, n=1, cutoff=0.6) if alias else []
+    hint = f"Did you mean models:/{name}@{near[0]}? " if near else ""
+    told = ", ".join(f"@{one} (version {aliases[one]})" for one in sorted(aliases)) or "none"
+    what = f"alias @{alias}" if alias else f"version {version}"
+    raise RoutePackError(
+        f"{model_uri} cannot be had: {name!r} in {store} has no {what}. {hint}Its aliases: {told}; it has "
+        f"{_told_versions(known)}."
+    )
+
+
+def _present(client: Any, place: str, database: Path | None, model_uri: str) -> Path | None:
+    """Return the folder of a version whose artifacts are files here; None where MLflow has to fetch them.
+
+    A store that was moved or copied still names the old places: what lies beside its database is taken.
+    """
+    if place.startswith("models:/"):
+        place = client.get_logged_model(place.removeprefix("models:/")).artifact_location
+    if not place.startswith(("file:", "/")):
+        return None
+    there = Path(url2pathname(urlsplit(place).path))
+    beside = beside_database(database, there) if database else None
+    for folder in (beside, there):
+        if folder and folder.is_dir():
+            return folder
+    raise RoutePackError(
+        f"{model_uri} cannot be had: its files are missing, {there}. Where a store was moved, its folder {ARTIFACTS} "
+        "goes beside its database; else register the bundle again with `routepack deploy --register`."
+    )

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from profiler.errors import RoutePackError
-from routepack_tune.config import check_tracking_uri, without_password
-from routepack_tune.tracking.database import database_path, make_database
+from profiler.redact import redacted
+from routepack_tune.config import check_tracking_uri
+from routepack_tune.tracking.database import ARTIFACTS, adopt_artifacts, database_path, make_database
 from routepack_tune.tracking.describe import ABOUT_EXPERIMENT
 
 DATABASE = "mlflow.db"
-ARTIFACTS = "artifacts"
 SQLITE = "sqlite:///"
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -67,11 +67,11 @@ def mlflow_errors() -> tuple[type[Exception], ...]:
     return MlflowException, SQLAlchemyError, sqlite3.Error, OSError  # of which the client's errors of HTTP are
 
 
-def what_mlflow_said(error: Exception) -> str:
-    """Return an error of MLflow or its store as one short line without passwords; what we say ourselves as it is."""
+def what_mlflow_said(error: Exception, *urls: str) -> str:
+    """Return an error of MLflow or its store as one short line without secrets; what we say ourselves as it is."""
     if isinstance(error, RoutePackError):
         return str(error)
-    return without_password(" ".join(str(error).split()))[:300]
+    return " ".join(redacted(error, *urls).split())[:300]
 
 
 def tracking_uri(configured: str, folder: Path | str) -> str:
@@ -100,6 +100,7 @@ class Store:
         quiet_mlflow()
         if path := database_path(self.uri):
             make_database(path)
+            adopt_artifacts(path)
         return quiet_mlflow().MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     @cached_property
@@ -128,7 +129,7 @@ class Store:
         if not self.uri.startswith(("http://", "https://")):
             return ""
         page = f"#/experiments/{self.experiment_id}/runs?workflowType=machine_learning"
-        return f"{without_password(self.uri).rstrip('/')}/{page}"
+        return f"{redacted(self.uri).rstrip('/')}/{page}"
 
     def find(self, condition: str) -> list[Any]:
         """Return all runs of the experiment under a condition, oldest first."""

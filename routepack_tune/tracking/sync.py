@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
 from profiler.files import canonical_json, content_hash, write_json
-from routepack_tune.config import without_password
+from profiler.redact import redacted
 from routepack_tune.tracking.describe import number_metrics, study_note
 from routepack_tune.tracking.store import KIND, NOTE, REASON, STATE, STUDY, TRIAL, Store, own_uri, what_mlflow_said
 from search import BatchScore, TuneTask
@@ -88,7 +88,7 @@ class StudySync:
             if page := self._store.runs_page:
                 _LOG.info("Runs in MLflow: %s", page)
         return {
-            "tracking_uri": "" if self._own_store else without_password(self._store.uri),
+            "tracking_uri": "" if self._own_store else redacted(self._store.uri),
             "experiment": self._store.experiment,
             "run_id": self.run_id,
             "trial_run_id": self.trial_runs.get(summary["best"]["number"], ""),
@@ -181,10 +181,10 @@ class StudySync:
         self._store.client.set_terminated(self.run_id, status="FINISHED")
 
     def _warn(self, error: Exception, way_out: str) -> None:
-        told = what_mlflow_said(error)
+        told = what_mlflow_said(error, self._store.uri)
         if not isinstance(error, RoutePackError):
             told = f"{type(error).__name__}: {told}"
-        uri = without_password(self._store.uri)
+        uri = redacted(self._store.uri)
         warnings.warn(f"MLflow at {uri} could not be brought up to date ({told}). {way_out}.", stacklevel=3)
 
 

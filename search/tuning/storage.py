@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler import RoutePackError
+from profiler.redact import redacted
 from search.tuning.task import TuneTask
 
 JOURNAL = "journal:"
@@ -127,11 +127,6 @@ def is_server(storage: str) -> bool:
     return not storage.startswith(JOURNAL)
 
 
-def shown(text: str) -> str:
-    """Return a storage, or what a database says of it, without passwords."""
-    return re.sub(r"(//[^:/@]*:).*(?=@)|(?<=password=)[^&\s]*", r"\1***", text)
-
-
 def open_study(task: TuneTask, storage: str, study_name: str, *, new_study: bool = False) -> Any:
     """Create or resume a study and return it.
 
@@ -140,7 +135,8 @@ def open_study(task: TuneTask, storage: str, study_name: str, *, new_study: bool
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # what fails, we say
-    with _explained(storage), alone(study_locks(storage, "")):  # tables and studies are made by one process at a time
+    # tables and studies are made by one process at a time
+    with explained_storage(storage, opening=True), alone(study_locks(storage, "")):
         store, name = _connect(storage), study_name
         taken = set(optuna.get_all_study_names(store)) if new_study else ()
         for number in itertools.count(2):
@@ -201,8 +197,8 @@ def _server_url(storage: str) -> str:
     url = make_url(storage)
     if url.get_backend_name() not in ("postgresql", "postgres"):
         raise RoutePackError(
-            f"Storage {shown(storage)} is of a kind that is not known. Give postgresql://USER@HOST/DATABASE, or leave "
-            "--storage out on a single machine."
+            f"Storage {redacted(storage)} is of a kind that is not known. Give postgresql://USER@HOST/DATABASE, or "
+            "leave --storage out on a single machine."
         )
     return url.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
 
@@ -230,19 +226,32 @@ class _JournalLock:
 
 
 @contextlib.contextmanager
-def _explained(storage: str) -> Iterator[None]:
-    """Turn what a database says into one line without the password."""
+def explained_storage(storage: str, *, opening: bool = False) -> Iterator[None]:
+    """Turn what a database says, while it is opened or later, into one line without secrets."""
     try:
         yield
     except RoutePackError:
         raise
-    except Exception as error:
-        way_out = "Check the URL and that its server runs."
-        if isinstance(error, ImportError):
+    except _errors(storage, opening) as error:
+        cause = error.__cause__ or error  # Optuna wraps what the server said into advice of its own
+        said = redacted(next(iter(str(cause).strip().splitlines()), "").rstrip(". "), storage)
+        problem, way_out = "cannot be opened", "Check the URL and that its server runs."
+        if not opening:
+            problem, way_out = "failed", "Finished trials are kept: once it is back, the same command runs the rest."
+        elif isinstance(error, ImportError):
             way_out = "For PostgreSQL: pip install 'routepack-tune[postgresql]'."
         elif "no longer compatible" in str(error):
             way_out = "Upgrade it with `optuna storage upgrade`, or give another --storage."
-        line = next(iter(str(error).strip().splitlines()), "").rstrip(".")
-        raise RoutePackError(
-            f"Storage {shown(storage)} cannot be opened: {type(error).__name__}: {shown(line)}. {way_out}"
-        ) from None
+        where, kind = redacted(storage), type(cause).__name__
+        raise RoutePackError(f"Storage {where} {problem}: {kind}: {said}. {way_out}") from None
+
+
+def _errors(storage: str, opening: bool) -> tuple[type[Exception], ...]:
+    """Return what libraries raise when a storage is away, refuses us, or is of another version."""
+    if not is_server(storage):
+        return (Exception,) if opening else ()
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    # Wrong ports are values, another version of Optuna's tables is a RuntimeError.
+    return (StorageInternalError, SQLAlchemyError, *((ImportError, RuntimeError, ValueError) if opening else ()))

@@ -16,7 +16,7 @@ from typing import Any
 
 from profiler import Observer, RoutePackError
 from search.tuning.objective import FINALISTS, best_again, choose_export, compare_on_holdout, told_slack
-from search.tuning.storage import is_server, open_study
+from search.tuning.storage import explained_storage, is_server, open_study
 from search.tuning.task import CAP, TuneTask
 from search.tuning.trials import best_trials, finished_trials, state_of
 from search.tuning.workers import run_workers, work
@@ -75,16 +75,17 @@ def run_study(
         # Others tell of theirs: several launchers that sent the same trial would double it.
         listener([trial for trial in finished if trial.user_attrs.get("worker") in numbers])
 
-    observer.start("trials", trials)
-    look()
-    if ray or workers > 1:
-        run_workers(job, study, numbers, look, ray=ray)
-    else:
-        work(job, first, look)
-    look()
-    listener(finished_trials(study))
-    observer.finish("trials")
-    return summarise(task, study, observer)
+    with explained_storage(storage):
+        observer.start("trials", trials)
+        look()
+        if ray or workers > 1:
+            run_workers(job, study, numbers, look, ray=ray)
+        else:
+            work(job, first, look)
+        look()
+        listener(finished_trials(study))
+        observer.finish("trials")
+        return summarise(task, study, observer)
 
 
 def summarise(task: TuneTask, study: Any, observer: Observer | None = None) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from profiler import RoutePackError
-from search.tuning.storage import is_server, open_study, shown, study_locks
+from profiler.redact import redacted
+from search.tuning.storage import explained_storage, is_server, open_study, study_locks
 from search.tuning.task import TuneTask
 from search.tuning.trials import fail_abandoned, finished_trials, run_trials
 
@@ -40,7 +41,9 @@ Job = tuple[TuneTask, str, str, int]
 def work(job: Job, worker: int, after_trial: Callable[[], None] = lambda: None) -> None:
     """Be one worker: run trials, and leave none running."""
     task, storage, name, trials = job
-    run_trials(task, open_study(task, storage, name), study_locks(storage, name), trials, worker, after_trial)
+    study = open_study(task, storage, name)
+    with explained_storage(storage):
+        run_trials(task, study, study_locks(storage, name), trials, worker, after_trial)
 
 
 def run_workers(job: Job, study: Any, numbers: range, look: Callable[[], None], *, ray: bool = False) -> None:
@@ -141,7 +144,7 @@ def _ray_tasks(job: Job, numbers: range) -> Generator[list[str], None, None]:
         ray.init(log_to_driver=False)
     if not is_server(job[1]) and len(ray.nodes()) > 1:
         raise RoutePackError(
-            f"Storage {shown(job[1])} is a file that other nodes cannot lock. Give --storage postgresql://..."
+            f"Storage {redacted(job[1])} is a file that other nodes cannot lock. Give --storage postgresql://..."
         )
     submit, sent = ray.remote(num_cpus=1, runtime_env={"env_vars": {THREADS: "1"}})(work).remote, ray.put(job)
     running = [submit(sent, number) for number in numbers]

@@ -16,9 +16,24 @@ from patience import PATIENCE_S
 PASSWORD = "s3cret"
 
 
+class Server:
+    """A real server; tests may stop it if they start it again."""
+
+    def __init__(self, url, run):
+        self.url, self.run, self.running = url, run, False
+
+    def start(self):
+        self.run("start")
+        self.running = True
+
+    def stop(self):
+        self.running = False
+        self.run("stop", "-m", "fast")
+
+
 @pytest.fixture(scope="session")
 def postgresql_server():
-    """Yield the URL of a fresh server on a free port; data and logs live in a temporary folder."""
+    """Yield a fresh server on a free port; data and logs live in a temporary folder."""
     pytest.importorskip("psycopg", reason="psycopg is not installed: pip install -e '.[postgresql]'")
     debian = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     search = os.pathsep.join([*map(str, debian), os.environ.get("PATH", "")])
@@ -42,12 +57,17 @@ def postgresql_server():
         port = probe.getsockname()[1]
     options = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off"
     # The log goes to a file: a server that inherits the pipe would keep `call` waiting.
-    call(pg_ctl, "-D", str(folder / "data"), "-l", str(folder / "log"), "-w", "-o", options, "start")
+
+    def run(*what):
+        call(pg_ctl, "-D", str(folder / "data"), "-l", str(folder / "log"), "-w", "-o", options, *what)
+
+    server = Server(f"postgresql://tuner:{PASSWORD}@127.0.0.1:{port}", run)
+    server.start()
     try:
-        yield f"postgresql://tuner:{PASSWORD}@127.0.0.1:{port}"
+        yield server
     finally:
         with contextlib.suppress(AssertionError):
-            call(pg_ctl, "-D", str(folder / "data"), "-m", "immediate", "stop")
+            server.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -57,9 +77,9 @@ def postgresql(postgresql_server):
     import psycopg
 
     name = f"study_{secrets.token_hex(4)}"
-    with psycopg.connect(f"{postgresql_server}/postgres", autocommit=True) as connection:
+    with psycopg.connect(f"{postgresql_server.url}/postgres", autocommit=True) as connection:
         connection.execute(f"create database {name}")
-    return f"{postgresql_server}/{name}"
+    return f"{postgresql_server.url}/{name}"
 
 
 def _account():

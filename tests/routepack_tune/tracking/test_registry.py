@@ -11,7 +11,7 @@ import sqlite3
 import pytest
 
 from profiler import RoutePackError
-from routepack_tune import load_planner, tune
+from routepack_tune import deploy, load_planner, tune
 from routepack_tune.bundle import write_bundle
 from routepack_tune.cli import main
 from routepack_tune.tracking import database
@@ -19,6 +19,7 @@ from routepack_tune.tracking.registry import (
     CHAMPION,
     PREVIOUS,
     RolledBack,
+    download_bundle,
     planner_signature,
     promote,
     register_bundle,
@@ -117,7 +118,7 @@ def test_loading_makes_no_store_and_mends_a_half_made_one(tmp_path, monkeypatch)
         assert not path.exists()
         with contextlib.closing(sqlite3.connect(path)) as opened:
             opened.execute("CREATE TABLE _alembic_tmp_experiments (experiment_id INTEGER)")
-        with pytest.raises(RoutePackError, match=r"models:/tiny@champion cannot be had from sqlite.*tiny"):
+        with pytest.raises(RoutePackError, match=r"champion cannot be had: sqlite.*no planner .tiny"):
             load_planner("models:/tiny@champion")
 
 
@@ -179,3 +180,74 @@ def registered_again(study, bundle, client):
     assert aliases(client, "tiny") == {CHAMPION: "1", PREVIOUS: "2"}
     assert rollback("tiny", uri) == RolledBack(champion="2", previous="1")
     assert len(client.search_model_versions("name='tiny'")) == 2
+
+
+@pytest.fixture(scope="module")
+def moved(study_template, tmp_path_factory):
+    """A study whose bundle is registered as ``j``, then renamed; and where it was."""
+    folder = tmp_path_factory.mktemp("moving")
+    shutil.copytree(study_template.folder / "study", folder / "study")
+    deploy(folder / "study", folder / "bundle", register="j")
+    (folder / "study").rename(folder / "moved")
+    return folder / "moved", folder / "study"
+
+
+def load(uri, name, **how):
+    with tracking_at(quiet_mlflow(), uri):
+        return load_planner(name, warm_up=False, **how)
+
+
+def test_a_copied_or_renamed_study_keeps_its_registry_and_writes_nowhere_else(moved, tmp_path):
+    study, was = moved
+    assert load(own_uri(study), "models:/j@champion").provenance["export"]
+    assert not was.exists()
+    shutil.copytree(study, tmp_path / "copy")
+    document = json.loads((study / "study.json").read_text())
+    for folder in (study, tmp_path / "copy"):  # the copy's original exists
+        before = sorted(study.rglob("*")) if folder != study else []
+        told = register_bundle(study.parent / "bundle", f"again-{folder.name}", own_uri(folder), document)
+        assert "version 1" in told
+        with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as opened:
+            for table, column in database.ADDRESSES:
+                places = {place for (place,) in opened.execute(f"SELECT {column} FROM {table}") if place}
+                files = {place for place in places if place.startswith("file:")}
+                assert all(place.startswith((folder / "artifacts").as_uri()) for place in files), table
+        if before:
+            assert sorted(study.rglob("*")) == before
+    assert not was.exists()
+
+
+def test_files_that_are_gone_are_named_with_the_way_out(moved, tmp_path):
+    shutil.copy(moved[0] / "mlflow.db", tmp_path / "mlflow.db")
+    shutil.move(moved[0] / "artifacts", moved[0] / "elsewhere")
+    try:
+        with pytest.raises(RoutePackError, match=r"files are missing, /.*artifacts.* beside its database") as caught:
+            load(own_uri(tmp_path), "models:/j@champion")
+        assert "\n" not in str(caught.value)
+    finally:
+        shutil.move(moved[0] / "elsewhere", moved[0] / "artifacts")
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("models:/j@prod", r"no alias @prod\. Its aliases: @champion \(version 1\); it has versions 1\."),
+        ("models:/j@champoin", r"no alias @champoin\. Did you mean models:/j@champion\?"),
+        ("models:/j/7", r"no version 7\. Its aliases: @champion \(version 1\); it has versions 1\."),
+        ("models:/J@champion", r"holds no planner 'J'\. .*Registered there: .*j"),
+        ("models:/jj/1", r"holds no planner 'jj'\. Did you mean 'j'\? Registered there: .*j"),
+        ("models:/j", r"names no planner\. Give models:/NAME@ALIAS"),
+        ("models:/j@champion/x", "names no planner"),
+        ("models:/", "names no planner"),
+    ],
+)
+def test_what_is_not_registered_is_answered_with_what_is(moved, uri, told):
+    with pytest.raises(RoutePackError, match=told) as caught:
+        load(own_uri(moved[0]), uri)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loaded_version_is_known_by_name_version_and_alias(moved):
+    with tracking_at(quiet_mlflow(), own_uri(moved[0])):
+        assert download_bundle("models:/j@champion")[1] == {"name": "j", "version": "1", "alias": "champion"}
+        assert download_bundle("models:/j/1")[1] == {"name": "j", "version": "1", "alias": ""}

@@ -11,7 +11,7 @@ from small_tasks import make_task, warm_processes
 
 from profiler import RoutePackError
 from search import PlannerParams
-from search.tuning.storage import ServerLocks, _connect, open_study, shown
+from search.tuning.storage import ServerLocks, _connect, open_study
 from search.tuning.task import difference
 
 optuna = pytest.importorskip("optuna")
@@ -81,20 +81,6 @@ def test_differences_in_words():
     assert difference("tables", "a" * 64, "b" * 64) == "tables aaaaaaaa -> bbbbbbbb"
     many = difference("batches", {}, {f"s{i}": "x" for i in range(6)})
     assert many == "batches: added s0, s1, s2, s3 and 2 more"
-
-
-@pytest.mark.parametrize(
-    ("url", "safe"),
-    [
-        ("postgresql://me:pw@host:1/db", "postgresql://me:***@host:1/db"),
-        ("postgresql://host/db?user=me&password=pw", "postgresql://host/db?user=me&password=***"),
-        ("postgresql//me:pw@host", "postgresql//me:***@host"),
-        ("journal:/a/b", "journal:/a/b"),
-    ],
-)
-def test_no_password_is_shown(url, safe):
-    assert shown(url) == safe
-    assert "pw" not in shown(url)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from small_tasks import lasting_settings, make_task, warm_processes
 
 from profiler import RoutePackError
 from search.tuning.storage import open_study, study_locks
+from search.tuning.study import run_study
 from search.tuning.trials import MAX_RETRIES, begin_trial, finished_trials
 from search.tuning.workers import run_workers
 
@@ -91,6 +92,31 @@ def test_all_killed_is_an_error_that_says_of_what(tmp_path):
         run(task, storage, 500, 1)
     states = {t.state.name for t in open_study(task, storage, "s").trials}
     assert "RUNNING" not in states
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_server_that_stops_in_the_middle_is_one_line_and_the_same_command_goes_on(
+    postgresql_server, postgresql, workers
+):
+    task = make_task(batches=2, holdout_share=0.0)
+
+    def stop_once(trials):
+        if trials and postgresql_server.running:
+            postgresql_server.stop()
+
+    try:
+        with pytest.raises(RoutePackError, match=r"^Storage postgresql.* failed: .*runs the rest") as error:
+            run_study(task, postgresql, "s", 3, workers=workers, listener=stop_once)
+    finally:
+        postgresql_server.start()
+    assert "\n" not in str(error.value)
+    assert "s3cret" not in str(error.value)
+    assert multiprocessing.active_children() == []
+    summary = run_study(task, postgresql, "s", 3, workers=workers)
+    states = [trial.state.name for trial in open_study(task, postgresql, "s").trials]
+    assert states.count("COMPLETE") + states.count("PRUNED") == 3
+    assert "RUNNING" not in states
+    assert summary["trials"]["failed"] <= workers
 
 
 def test_what_a_worker_said_last_is_shown(tmp_path, monkeypatch):
