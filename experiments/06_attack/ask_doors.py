@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import doors
 import fit_doors

@@ -284,8 +284,8 @@ def walk_journal(case: Path) -> None:
 @cache
 def task() -> Any:
     """Return what the study tunes on."""
-    from search import TUNABLE, Range
     from routepack_tune.study.verbs import _tune_task
+    from search import TUNABLE, Range
 
     TUNABLE["max_iterations"], TUNABLE["placement_swaps"] = Range(100, 400, integer=True), Range(10, 60, integer=True)
     return _tune_task(PRISTINE / "steps", PRISTINE / "costmodel", config(), 0)[0]

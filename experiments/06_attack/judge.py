@@ -128,7 +128,7 @@ def check_tables(tables: Any, spec: Any, topology: Any, cap: int) -> None:
         holds(min(mine, default=0) >= 0 and sum(mine) == spec.num_layers, f"{way} classes hold {sum(mine)} layers")
     rows = cap * topology.slots_per_block * spec.top_k
     of = {"sequence_ns": (tables.length_shift, cap, 2), "cell_ns": (tables.tokens_shift, cap, 2)}
-    of |= {name: (tables.rows_shift, rows, 1) for name in ("expert_rank_ns", "exchange_ns")}
+    of |= dict.fromkeys(("expert_rank_ns", "exchange_ns"), (tables.rows_shift, rows, 1))
     for name, (shift, most, axes) in of.items():
         table = np.asarray(getattr(tables, name))
         holds(whole(shift, 0, 40), f"shift of {name} {shift!r:.40}")
