@@ -74,10 +74,13 @@ def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
     return known
 
 
-def set_aside(folder: Path) -> None:
-    """Move the folder's study to ``earlier/NAME``; storages and the tracking store stay, they hold many studies."""
+def set_aside(folder: Path) -> str:
+    """Move the folder's study to ``earlier/NAME``; storages and the tracking store stay, they hold many studies.
+
+    Return its name, empty where there is none.
+    """
     if not (folder / STUDY_FILE).is_file():
-        return
+        return ""
     document = read_json(folder / STUDY_FILE, "Study")
     told = document.get("study_name", "study") if isinstance(document, dict) else "study"
     name = re.sub(r"[^\w.-]", "_", str(told)[:100]).lstrip(".") or "study"
@@ -91,6 +94,7 @@ def set_aside(folder: Path) -> None:
     for name in sorted(names, key=lambda name: (name == STUDY_FILE, name)):
         if not name.startswith((EARLIER, "study.journal")):
             shutil.move(folder / name, target / name)
+    return str(document.get("study_name", ""))
 
 
 def begin_study(

@@ -92,16 +92,23 @@ def tune(
     with locked_study(out):
         name = f"routepack-{content_hash(task.signature)[:12]}"  # the same inputs get the same one, in any storage
         where = storage or choose_storage(out)
+        earlier = ""
         if new_study:
             name = open_study(task, where, name, new_study=True).study_name
-            set_aside(out)
+            earlier = set_aside(out)
         shown = redacted(storage or "")
         document = known_study(out, task) or begin_study(out, task, name, settings, files, costmodel, shown)
         sync, name = StudySync(out, uri, task, document), document["study_name"]
-        summary = run_study(task, where, name, trials, workers=workers, ray=ray, observer=observer, listener=sync)
-        document |= {"state": "finished", "trials": trials, "summary": summary}
-        write_json(out / STUDY_FILE, document)
-        write_text(report := out / TUNING_REPORT_FILE, tuning_page(document))
+        if earlier:
+            sync.end("KILLED", earlier)
+        try:
+            summary = run_study(task, where, name, trials, workers=workers, ray=ray, observer=observer, listener=sync)
+            document |= {"state": "finished", "trials": trials, "summary": summary}
+            write_json(out / STUDY_FILE, document)
+            write_text(report := out / TUNING_REPORT_FILE, tuning_page(document))
+        except BaseException as error:
+            sync.end("FAILED" if isinstance(error, Exception) else "KILLED")
+            raise
         document["tracking"] = sync.finish(summary, [report])
         write_json(out / STUDY_FILE, document)
         return document
@@ -118,9 +125,11 @@ def deploy(study: Path | str, out: Path | str, register: str | None = None) -> P
     RoutePackError
         If the study has no feasible trial or its files changed; nothing is written then.
     """
-    from routepack_tune.tracking.registry import register_bundle
+    from routepack_tune.tracking.registry import check_registered_name, register_bundle
 
     study, out = Path(study), Path(out)
+    if register is not None:
+        check_registered_name(register)
     check_replaceable(out, PLANNER_FILE)
     document = read_study(study, whole=True)
     summary = document["summary"] or {}

@@ -1,0 +1,94 @@
+"""Make the stored hashes of changed artifacts right again: a hash that anyone can compute protects from accident only.
+
+Each returns whether it could; where the text is no JSON there is nothing to make right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def canonical(value: Any) -> str:
+    """Return what the product hashes of plain data."""
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    ).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _store(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2))
+
+
+def rehash_plan(path: Path) -> bool:
+    """Make ``plan_hash`` right."""
+    document = _load(path)
+    try:
+        decided = {"micro_batches": document["micro_batches"], "logical_to_physical": document["logical_to_physical"]}
+        whole = {**decided, "sample_ids": document["sample_ids"], "topology": document["topology"]}
+        document["plan_hash"] = canonical(whole)
+        document["placement_id"] = canonical(document["logical_to_physical"])
+    except (TypeError, KeyError, ValueError, RecursionError, UnicodeEncodeError):
+        return False
+    _store(path, document)
+    return True
+
+
+def rehash_bundle(path: Path) -> bool:
+    """Make a bundle's hashes of its tables and of itself right."""
+    document = _load(path)
+    try:
+        document["files"] = {"tables.npz": file_sha256(path.with_name("tables.npz"))}
+        document.pop("content_hash", None)
+        document["content_hash"] = canonical(document)
+    except (TypeError, ValueError, RecursionError, UnicodeEncodeError):
+        return False
+    _store(path, document)
+    return True
+
+
+def rehash_costmodel(folder: Path) -> bool:
+    """Make ``tables_hash`` and the hashes of the residuals in ``costmodel.json`` right."""
+    document = _load(folder / "costmodel.json")
+    try:
+        for entry in document["operations"].values():
+            if "file" in entry:
+                entry["sha256"] = file_sha256(folder / entry["file"])
+        with np.load(folder / "tables.npz", allow_pickle=False) as archive:
+            found = {name: archive[name] for name in archive.files}
+        digest = hashlib.sha256()
+        for name in sorted(found):
+            array = np.ascontiguousarray(found[name])
+            digest.update(f"{name}|{array.dtype.str}|{array.shape}|".encode() + array.tobytes())
+        document["tables_hash"] = digest.hexdigest()
+        _store(folder / "costmodel.json", document)
+    except Exception:  # whatever a damaged archive makes numpy say
+        return False
+    return True
+
+
+def rehash_study(path: Path) -> bool:
+    """Make a study's hashes of its files right."""
+    document = _load(path)
+    try:
+        document["files"] = {name: file_sha256(path.with_name(Path(name).name)) for name in document["files"]}
+    except (TypeError, KeyError, ValueError, AttributeError, OSError):
+        return False
+    _store(path, document)
+    return True
