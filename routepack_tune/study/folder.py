@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 from profiler.files import file_hash, write_bytes, write_json
 from profiler.places import check_place, new_folder
 from profiler.readers import read_json
@@ -85,7 +85,8 @@ def set_aside(folder: Path) -> str:
     if not (folder / STUDY_FILE).is_file():
         return ""
     document = read_json(folder / STUDY_FILE, "Study")
-    name = re.sub(r"[^\w.-]", "_", str(document.get("study_name", "study")))
+    told = document.get("study_name", "study") if isinstance(document, dict) else "study"
+    name = re.sub(r"[^\w.-]", "_", str(told)[:100]).lstrip(".") or "study"
     target, number, kept = folder / EARLIER / name, 1, list[Path]()
     while target.exists():
         number += 1
@@ -157,16 +158,17 @@ def read_study(folder: Path | str, *, whole: bool = False) -> dict[str, Any]:
         raise RoutePackError(
             f"{folder} holds no {STUDY_FILE}: it is no study. Give the folder that `routepack tune` wrote."
         )
+    from routepack_tune.study.document import check_document
+
     document = read_json(path, "Study")
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != STUDY_SCHEMA_VERSION:
         raise RoutePackError(
-            f"Study {folder} has schema_version {version!r}, this version reads {STUDY_SCHEMA_VERSION}. Update "
+            f"Study {folder} has schema_version {version!r:.40}, this version reads {STUDY_SCHEMA_VERSION}. Update "
             "routepack-tune, or tune again."
         )
-    missing = {"signature", "config", "files", "summary", "study_name", "tracking"} - set(document)
-    if missing:
-        raise RoutePackError(f"Study {path} lacks {', '.join(sorted(missing))}: it was edited. Tune again.")
+    with explained(after=" Tune again."):
+        check_document(document, f"Study {path} is damaged")
     for name, expected in document["files"].items() if whole else ():
         path = Path(folder, Path(name).name)
         if not path.is_file() or file_hash(path) != expected:
