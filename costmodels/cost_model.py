@@ -23,9 +23,11 @@ from costmodels.learned.validation import HeldOut, Intervals
 from costmodels.operations import DIRECTIONS, OPERATIONS
 from costmodels.operations.backward import BACKWARD
 from costmodels.params import FitParams
-from costmodels.tables import StepTables, npz_bytes, read_npz
+from costmodels.tables import StepTables, npz_bytes
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
-from profiler.files import content_hash, file_hash, new_folder, read_json, write_bytes, write_json
+from profiler.files import content_hash, file_hash, new_folder, write_bytes, write_json
+from profiler.params import check_sizes
+from profiler.readers import read_json, read_npz
 
 SCHEMA_VERSION = 3
 COST_MODEL_FILE, TABLES_FILE = "costmodel.json", "tables.npz"
@@ -171,6 +173,7 @@ class CostModel:
             )
         try:
             models = [load_model(folder, entry) for entry in header["operations"].values()]
+            check_sizes(ModelSpec(**header["model"]), Topology(**header["topology"]))
             return cls(
                 models={(model.operation.name, model.direction): model for model in models},
                 params=FitParams(**header["params"]),

@@ -47,7 +47,9 @@ from profiler import (
     Topology,
     compare_fingerprints,
 )
+from profiler.errors import explained
 from profiler.files import arrays_hash, content_hash
+from profiler.params import check_sizes
 
 REQUIRED = ("attention", "experts")
 """Operations without which a step cannot be priced at all."""
@@ -83,8 +85,11 @@ def fit_cost_model(
     Raises
     ------
     RoutePackError
-        If the measurements are of different devices, or attention or experts were not measured.
+        If the measurements are of different devices, attention or experts were not measured, or the sizes of the
+        topology cannot divide the model.
     """
+    with explained(of=ValueError):
+        check_sizes(spec, topology)
     params, observer = params or FitParams(), observer or Observer()
     batches = [measurements] if isinstance(measurements, Measurements) else list(measurements)
     fingerprint, doubts = _device_of(batches), _doubts_of(batches)
@@ -108,7 +113,8 @@ def fit_cost_model(
             parity[f"{name}_{direction}"] = held_out
         observer.advance("fit")
     observer.now("fit", "tables")
-    data_hash, provenance = _data_hash(batches), [batch.meta.get("provenance") for batch in batches]
+    data_hash = _data_hash(batches)
+    provenance = [{**(batch.meta.get("provenance") or {}), "dtype": batch.meta.get("dtype")} for batch in batches]
     of_data: dict[str, Any] = {"provenance": provenance, "parity": parity, "doubts": doubts}
     cost_model = CostModel(models, params, fingerprint, spec, topology, max_tokens, data_hash, **of_data)
     cost_model.tables = freeze_tables(cost_model, spec, topology, max_tokens)

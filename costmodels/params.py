@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from profiler.params import MOST_SEED, check_settings
+
+MOST_TREES, MOST_LEAVES = 10_000, 4096
+RANGES = {
+    "seed": (0, MOST_SEED),
+    "folds": (2, 100),
+    "attention_backward_factor": (0, 100),
+    "gemm_backward_factor": (0.01, 100),
+    "num_trees": (1, MOST_TREES),
+    "num_leaves": (2, MOST_LEAVES),
+    "learning_rate": (1e-4, 1),
+    "min_rows": (10, 1_000_000),
+    "small_rows": (0, 1_000_000),
+    "baseline_pull": (1e-6, 10),
+}
+"""Least and most of each number, both allowed."""
+
 
 @dataclass(frozen=True, slots=True)
 class FitParams:
@@ -31,13 +48,4 @@ class FitParams:
     """Weight of the pull to the scaled defaults, per unit of log; one row's log error of this size weighs the same."""
 
     def __post_init__(self) -> None:
-        whole = {"seed": 0, "folds": 2, "num_trees": 1, "num_leaves": 2, "min_rows": 10, "small_rows": 0}
-        for name, least in whole.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not value >= least:
-                raise ValueError(f"Expected {name} to be an integer >= {least}, got {value!r}.")
-        most = {"attention_backward_factor": 100, "gemm_backward_factor": 100, "learning_rate": 1, "baseline_pull": 10}
-        for name, limit in most.items():
-            value, or_zero = getattr(self, name), name == "attention_backward_factor"
-            if not (0 < value <= limit or (or_zero and value == 0)):
-                raise ValueError(f"Expected 0 <{'=' * or_zero} {name} <= {limit}, got {value!r}.")
+        check_settings(self, RANGES)

@@ -13,8 +13,6 @@ never exceed ``max_tokens_per_microbatch``), so a look-up never leaves the table
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Container
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -23,6 +21,7 @@ import numpy as np
 from costmodels.compiled import compiled
 from profiler.errors import RoutePackError
 from profiler.files import arrays_hash, canonical_json, write_bytes
+from profiler.readers import parse_json, read_npz
 
 TABLES_SCHEMA_VERSION = 2
 PRICED = "priced: "
@@ -154,7 +153,7 @@ class StepTables:
         """
         arrays = read_npz(path, "Frozen tables")
         try:
-            header = json.loads(arrays.pop("header").tobytes())
+            header = parse_json(arrays.pop("header").tobytes(), f"Frozen tables {path}")
             version = header.pop("schema_version")
             if version != TABLES_SCHEMA_VERSION:
                 raise RoutePackError(
@@ -177,19 +176,3 @@ def npz_bytes(arrays: dict[str, np.ndarray]) -> bytes:
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **dict(sorted(arrays.items())))  # type: ignore[arg-type]
     return buffer.getvalue()
-
-
-def read_npz(path: Path | str, what: str, names: Container[str] | None = None) -> dict[str, np.ndarray]:
-    """Read the arrays of an ``.npz``, or those of them in ``names``, without pickle."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files if names is None or name in names}
-    except FileNotFoundError:
-        raise RoutePackError(f"{what} not found: {path}.") from None
-    except Exception as error:  # damaged bytes make numpy, zipfile and zlib raise a dozen kinds
-        reason, problem = f" ({error})", "truncated or not an .npz. Write it again."
-        if "Object arrays" in str(error):
-            problem = "it holds Python objects. Write ids as numbers or text: np.array(ids, dtype=str)."
-        elif "pickle" in str(error):  # what numpy takes any other file for; nobody should load it unsafely
-            reason = ""
-        raise RoutePackError(f"{what} {path} cannot be read{reason}: {problem}") from None

@@ -117,17 +117,6 @@ def write_json(path: Path | str, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, default=_plain, allow_nan=False) + "\n")
 
 
-def read_json(path: Path | str, what: str) -> Any:
-    """Read a JSON file; RoutePackError, in which ``what`` names it, if it is missing or is no JSON."""
-    path = Path(path)
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RoutePackError(f"{what} not found: {path}.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, OSError) as error:
-        raise RoutePackError(f"{what} {path} cannot be read: {error}. Write it again.") from None
-
-
 @contextlib.contextmanager
 def new_folder(path: Path | str) -> Iterator[Path]:
     """Yield a temporary folder that takes the name ``path`` when the block ends well.

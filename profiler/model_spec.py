@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import difflib
 import re
-import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from profiler.errors import RoutePackError
-from profiler.files import content_hash, read_json
+from profiler.files import content_hash
+from profiler.models.config import LINEAR_SIZES, MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WINDOW, read_config
+from profiler.models.keys import shown
+from profiler.readers import read_json
 
 MODELS = Path(__file__).with_name("models")
 SHIPPED_MODELS = tuple(sorted(path.stem for path in MODELS.glob("*.json")))
 ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim")
 EXPERT_SIZES = ("hidden_size", "num_experts", "top_k", "moe_intermediate_size")
-LINEAR_SIZES = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
-SPARSE_ATTENTION = re.compile(
-    r"indexer|(^|_)index_?(top_?k|n_?heads|num_heads|head_dim)|sparse_?att|att(entio)?n_spars|blocksparse"
-    r"|^sparse_config|(^|_)(dsa|nsa|moba|infllm)(_|\d|$)|deepseek_v3_?2|compress_(ratio|rate)"
+SAME_SHAPE = (
+    r"[-_. ](base|instruct|thinking|chat|hf|v0\.1|[0-9]{4}|bf16|fp8|nvfp4|mxfp4|awq|gptq|int4|int8|gguf)(?![a-z0-9])"
+    r"|[:@].*"
 )
-"""Snake-case names of sparse attention in configurations: DeepSeek's indexer, NSA, MoBA, InfLLM, block-sparse kinds."""
-KIND_KEYS = re.compile(r"model_type|architectures|layer_types|att(entio)?n_.*type|att(entio)?n_(kind|method|mode)")
-"""Keys whose values name kinds of layers."""
-SAME_SHAPE = r"[-_. ](base|instruct|thinking|chat|bf16|fp8|hf|v0\.1|0324|2507)(?![a-z0-9])"
 """What names of releases add that differ in weights alone."""
 STATE_BYTES = 16
 """Bytes of one trained parameter that move with an expert: bf16 weight, fp32 master weight, two fp32 Adam moments (14),
@@ -72,14 +68,14 @@ class ModelSpec:
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
     """Width of the short convolution before a linear attention core; it is not timed."""
+    unpriced: tuple[str, ...] = ()
+    """What the model has beside these layers: draft (MTP) layers, vision encoder."""
 
     def __post_init__(self) -> None:
-        for field in ("windows", "moe_layers", "linear_layers"):
+        for field in ("windows", "moe_layers", "linear_layers", "unpriced"):
             # Files hold lists.
             object.__setattr__(self, field, tuple(getattr(self, field)))
-        for field in (*EXPERT_SIZES, *ATTENTION_SIZES, *(LINEAR_SIZES if self.linear_layers else ())):
-            if not getattr(self, field) >= 1:
-                raise ValueError(f"Expected {field} >= 1, got {getattr(self, field)}.")
+        self._check_ranges()
         if self.attention not in ("gqa", "mla"):
             raise ValueError(f"Expected attention 'gqa' or 'mla', got {self.attention!r}.")
         if self.top_k > self.num_experts:
@@ -94,6 +90,20 @@ class ModelSpec:
                 f"Expected linear_num_value_heads to be a multiple of linear_num_key_heads = {key_heads}, got {heads}."
             )
 
+    def _check_ranges(self) -> None:
+        """Raise ValueError for sizes that no model has."""
+        positive = {*EXPERT_SIZES, *ATTENTION_SIZES, *(LINEAR_SIZES if self.linear_layers else ())}
+        for field in fields(self):
+            value, least = getattr(self, field.name), int(field.name in positive)
+            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"Expected {field.name} to be an integer, got {value!r}.")
+            if field.type == "int" and not least <= value <= MOST:
+                raise ValueError(f"Expected {field.name} >= {least} and <= {MOST}, got {value}.")
+        if len(self.windows) > MOST_LAYERS or self.num_experts > MOST_EXPERTS:
+            raise ValueError(f"Expected at most {MOST_LAYERS} layers and {MOST_EXPERTS} experts.")
+        if not all(0 <= window <= MOST_WINDOW for window in self.windows):
+            raise ValueError(f"Expected windows of 0 to {MOST_WINDOW} tokens, got {min(self.windows)} or more.")
+
     @property
     def num_layers(self) -> int:
         """Hidden layers."""
@@ -106,8 +116,9 @@ class ModelSpec:
 
     @property
     def spec_hash(self) -> str:
-        """SHA-256 of all fields but the name and empty optional ones: equal shapes, equal hash."""
-        facts = {field.name: (getattr(self, field.name), field.default) for field in fields(self)[1:]}
+        """SHA-256 of all fields that decide a time, without empty optional ones: equal shapes, equal hash."""
+        named = [field for field in fields(self) if field.name not in ("name", "unpriced")]
+        facts = {field.name: (getattr(self, field.name), field.default) for field in named}
         return content_hash({name: value for name, (value, default) in facts.items() if value or default is MISSING})
 
     @property
@@ -160,110 +171,15 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> ModelSpec:
-        """Read a Hugging Face configuration (Qwen3-MoE, Qwen3-Next, DeepSeek-V2/V3, gpt-oss, Mixtral and kin).
+        """Read a Hugging Face configuration; docs/models.md lists what public models are read as.
 
-        RoutePackError if a field that decides the time is missing, or the model has no routed experts.
+        RoutePackError if a field that decides the time is missing or impossible, the model has no routed experts, or
+        states what no table prices.
         """
-        refuse_sparse_attention(config, name)
-        asked, told = partial(_integer, config, name), config.get
-        hidden, heads, layers = asked("hidden_size"), asked("num_attention_heads"), asked("num_hidden_layers")
-        width = asked("moe_intermediate_size", "intermediate_size")
-        latent, linear_layers = "kv_lora_rank" in config, _linear_layers(config, layers)
-        kv_heads, rope = heads, 0
-        if latent:
-            rope, v_dim = asked("qk_rope_head_dim"), asked("v_head_dim")
-            qk_dim = asked("qk_nope_head_dim") + rope
-        else:
-            kv_heads = told("num_key_value_heads") or heads
-            qk_dim = v_dim = told("head_dim") or hidden // heads
-        linear_sizes = {key: asked(key) for key in LINEAR_SIZES} if linear_layers else {}
         try:
-            return cls(
-                name=name,
-                hidden_size=hidden,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                qk_head_dim=qk_dim,
-                v_head_dim=v_dim,
-                attention="mla" if latent else "gqa",
-                q_lora_rank=(told("q_lora_rank") or 0) if latent else 0,
-                kv_lora_rank=told("kv_lora_rank") or 0,
-                qk_rope_head_dim=rope,
-                num_experts=asked("num_experts", "n_routed_experts", "num_local_experts"),
-                top_k=asked("num_experts_per_tok", "experts_per_token"),
-                moe_intermediate_size=width,
-                shared_intermediate_size=told("shared_expert_intermediate_size")
-                or (told("n_shared_experts") or 0) * width,
-                dense_intermediate_size=told("intermediate_size") or 0,
-                windows=_windows(config, layers),
-                moe_layers=_moe_layers(config, layers),
-                attention_output_gate=bool(told("attn_output_gate", told("model_type") == "qwen3_next")),
-                linear_layers=linear_layers,
-                linear_conv_kernel_dim=told("linear_conv_kernel_dim") or 0,
-                **linear_sizes,
-            )
+            return cls(name=name, **read_config(config, name))
         except ValueError as error:
             raise RoutePackError(f"Model {name}: {error}") from None
-
-
-def refuse_sparse_attention(config: Mapping[str, Any], name: str) -> None:
-    """Raise RoutePackError where a query attends to keys chosen by an indexer or in blocks: that cannot be priced yet.
-
-    Keys tell it at any depth (``index_topk``, ``use_nsa``) unless they are off, and values that name kinds of layers.
-    """
-    for key, value in config.items():
-        off = not value or value in ("none", "full", "dense")
-        if isinstance(value, Mapping) and key != "quantization_config":
-            refuse_sparse_attention(value, name)
-            off |= value.get("enabled") is False
-        kinds = (value if isinstance(value, list) else [value]) if KIND_KEYS.search(key) else ()
-        if (_is_sparse(key) and not off) or any(isinstance(kind, str) and _is_sparse(kind) for kind in kinds):
-            raise RoutePackError(
-                f"Model {name}: {key} = {textwrap.shorten(str(value), 60)} means sparse attention, whose times depend "
-                "on the keys it chooses: it cannot be priced yet. Plan a model of dense, windowed or linear attention."
-            )
-
-
-def _is_sparse(word: str) -> bool:
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W+", "_", word).lower()
-    return SPARSE_ATTENTION.search(snake) is not None
-
-
-def _integer(config: Mapping[str, Any], name: str, *keys: str) -> int:
-    """Return the first of several keys that a configuration states."""
-    key = next((key for key in keys if config.get(key) is not None), None)
-    if key is None:
-        raise RoutePackError(f"Model {name}: its config.json has no {' or '.join(keys)}. Give that of an MoE model.")
-    value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RoutePackError(f"Model {name}: expected {key} to be an integer, got {value!r}.")
-    return value
-
-
-def _windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    window = 0 if config.get("use_sliding_window") is False else config.get("sliding_window") or 0
-    kinds = config.get("layer_types") or ["sliding_attention"] * layers
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
-
-
-def _linear_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """Return a mark per layer, nothing where no layer is linear."""
-    # Of every so many layers the last one attends to all tokens.
-    every = config.get("full_attention_interval") or 1
-    marks = [(i + 1) % every != 0 for i in range(layers)]
-    if config.get("layer_types"):
-        marks = [kind == "linear_attention" for kind in config["layer_types"][:layers]]
-    return tuple(marks) if any(marks) else ()
-
-
-def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    first = config.get("first_k_dense_replace") or 0
-    every = config.get("decoder_sparse_step") or 1
-    frequency = config.get("moe_layer_freq") or 1
-    dense = set(config.get("mlp_only_layers") or ())
-    if isinstance(frequency, list):
-        return tuple(bool(mark) for mark in frequency[:layers])
-    return tuple(i >= first and i not in dense and (i + 1) % every == 0 and i % frequency == 0 for i in range(layers))
 
 
 def shipped_name(model: str) -> tuple[str, str]:
@@ -272,7 +188,8 @@ def shipped_name(model: str) -> tuple[str, str]:
     Case, punctuation, organisation, a hub's cache folders and words of releases that share one shape do not count.
     """
     cached = re.search(r"models--(?:[^/]+?--)?([^/]+)", model)
-    last = cached[1] if cached else model.rstrip("/").rsplit("/")[-1]
+    path = re.sub(r"^\w+://[^/]+/|/(tree|blob|resolve)/.*", "", model.strip()).rstrip("/")
+    last = (cached[1] if cached else path.rsplit("/")[-1])[:200]
     known = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in SHIPPED_MODELS}
     plain = re.sub(r"[^a-z0-9]", "", re.sub(SAME_SHAPE, "", last.lower()))
     near = difflib.get_close_matches(plain, known, n=1)
@@ -285,12 +202,16 @@ def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
     RoutePackError if the name is unknown and no such file exists, or the file is not an MoE model's configuration.
     """
     path, (shipped, near) = Path(folder, model), shipped_name(model)
-    path = path / "config.json" if path.is_dir() else path
-    if shipped and (model in SHIPPED_MODELS or not path.is_file()):
-        path = MODELS / f"{shipped}.json"
-    if not path.is_file():
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        found = path.is_file()
+    except (OSError, ValueError):  # a name too long for a path, or with a zero byte
+        found = False
+    if shipped and (model in SHIPPED_MODELS or not found):
+        path, found = MODELS / f"{shipped}.json", True
+    if not found:
         raise RoutePackError(
-            f"Model {model!r} is neither shipped nor the path of a config.json ({path} is none)."
+            f"Model '{shown(model)}' is neither shipped nor the path of a config.json ({shown(path)} is none)."
             f"{f' Did you mean {near}?' if near else ''} Shipped: {', '.join(SHIPPED_MODELS)}."
         )
     config = read_json(path, "Model configuration")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from math import gcd, inf, isqrt
-from typing import TYPE_CHECKING
+from math import gcd, isqrt
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from profiler.model_spec import ModelSpec
@@ -13,14 +13,36 @@ if TYPE_CHECKING:
 FLOAT8 = "float8_e4m3fn"
 EXCHANGES = {"nccl": "nccl_perf", "deepep": "deepep_normal_perf"}
 """Libraries whose all-to-all can be imported, with the name of their published table; a job exchanges through one."""
-LEAST, MAY_BE_ZERO = {"max_points": 6, "repeats": 1, "min_repeats": 1}, ("max_minutes", "max_memory_gib")
 DTYPES = ("auto", "bfloat16", "float16", "float32", FLOAT8)
 
 
-def check_integer(name: str, value: object, least: int) -> None:
-    """Raise ValueError unless ``value`` is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or not value >= least:
-        raise ValueError(f"Expected {name} to be an integer >= {least}, got {value!r}.")
+MOST_RANKS = 2**20
+MOST_TOKENS = 2**24
+"""Most tokens of a microbatch on one DP slot."""
+MOST_SEED = 2**31 - 1
+MOST_TEXT = 1000
+"""Most characters of a setting."""
+
+
+def check_number(name: str, value: object, least: float, most: float, *, whole: bool = False) -> None:
+    """Raise ValueError unless a value is a number of a range, both ends allowed; no bool and no text is one."""
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not least <= value <= most:
+        kind = "an integer" if whole else "a number"
+        raise ValueError(f"Expected {name} to be {kind} from {least} to {most}, got {value!r:.80}.")
+
+
+def check_settings(settings: Any, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raise ValueError unless every plain field of a dataclass is of its type, and its numbers lie in their ranges."""
+    for field in fields(settings):
+        name, value, kind = field.name, getattr(settings, field.name), str(field.type)
+        if name in ranges:
+            check_number(name, value, *ranges[name], whole=kind == "int")
+        elif kind == "bool" and not isinstance(value, bool):
+            raise ValueError(f"Expected {name} to be true or false, got {value!r:.80}.")
+        elif kind == "str" and not (isinstance(value, str) and len(value) <= MOST_TEXT and value.isprintable()):
+            raise ValueError(
+                f"Expected {name} to be one line of text, at most {MOST_TEXT} characters, got {value!r:.80}."
+            )
 
 
 def divisors(number: int) -> list[int]:
@@ -61,8 +83,12 @@ class Topology:
     """Model chunks per stage; the row count must be a multiple of the pipeline size when above 1."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            check_integer(field.name, getattr(self, field.name), 1)
+        check_settings(self, {field.name: (1, MOST_RANKS) for field in fields(self)})
+        if self.ranks_per_stage > MOST_RANKS:
+            raise ValueError(
+                f"A stage of {self.ranks_per_stage} ranks (tensor x context x data) is above what is supported: "
+                f"{MOST_RANKS}."
+            )
         dense, block = self.ranks_per_slot, self.ranks_per_block
         if block not in (legal := self.legal_blocks()):
             if self.ranks_per_stage % block == 0:
@@ -187,15 +213,24 @@ class ProfileParams:
     """Seed of the drawn lengths and routings and of the order of the cases."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int":
-                check_integer(field.name, value, LEAST.get(field.name, 0))
-            above = ">=" if field.name in MAY_BE_ZERO else ">"
-            if field.type == "float" and not (0 < value < inf or (value == 0 and above == ">=")):
-                raise ValueError(f"Expected {field.name} {above} 0 and finite, got {value}.")
+        check_settings(self, PROFILE_RANGES)
         if not self.min_repeats <= self.repeats:
             raise ValueError(f"Expected min_repeats <= repeats = {self.repeats}, got {self.min_repeats}.")
         for name, allowed in (("exchange", tuple(EXCHANGES)), ("dtype", DTYPES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+
+
+PROFILE_RANGES = {
+    "target_error": (1e-6, 1e6),
+    "max_minutes": (0, 1e6),
+    "max_points": (6, 100_000),
+    "repeats": (1, 10_000),
+    "min_repeats": (1, 10_000),
+    "max_case_seconds": (1e-6, 1e6),
+    "max_memory_gib": (0, 1e6),
+    "threads": (0, 4096),
+    "max_drift": (1e-6, 1e9),
+    "seed": (0, MOST_SEED),
+}
+"""Least and most of each number, both allowed."""

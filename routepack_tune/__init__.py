@@ -25,6 +25,7 @@ from profiler.errors import RoutePackError
 from routepack_tune.api import check, deploy, fit, plan, profile, rollback, tune
 from routepack_tune.bundle import load_planner
 from routepack_tune.config import Config, load_config
+from routepack_tune.job import Job
 from routepack_tune.planner import Planner
 from routepack_tune.steps.traces import batch_from_arrays, list_step_files, load_step_batch, save_step_batch
 from routepack_tune.trainers import relayout
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Config",
+    "Job",
     "Plan",
     "Planner",
     "RoutePackError",

@@ -15,13 +15,15 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, file_hash, new_folder, read_json, write_text
+from profiler.files import check_place, content_hash, file_hash, new_folder, write_text
+from profiler.readers import read_json
+from routepack_tune.job import Job, check_job
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
 
@@ -30,9 +32,10 @@ if TYPE_CHECKING:
     from routepack_tune.config import Config
     from search import PlannerParams
 
-BUNDLE_SCHEMA_VERSION = 1
+BUNDLE_SCHEMA_VERSION = 2
 PLANNER_FILE = "planner.yaml"
 TABLES_FILE = "tables.npz"
+"""The three as in :mod:`routepack_tune.bundle_file`, which imports more than the command's help may wait for."""
 COST_MODEL_FILE = "costmodel.json"
 """As :data:`costmodels.COST_MODEL_FILE`; importing that takes longer than the command's help may."""
 _LOG = logging.getLogger("routepack_tune")
@@ -50,6 +53,7 @@ def write_bundle(out: Path | str, planner: Planner, provenance: Mapping[str, Any
             "model": asdict(planner.spec),
             "topology": asdict(planner.topology),
             "max_tokens_per_microbatch": planner.max_tokens,
+            "dtype": planner.dtype,
             "params": asdict(planner.params),
             "provenance": dict(provenance),
             "notes": list(planner.tables.notes),
@@ -79,7 +83,12 @@ def check_replaceable(out: Path | str, marker: str) -> None:
 
 
 @extras_named()
-def load_planner(path: Path | str, allow_mismatch: bool = False, warm_up: bool = True) -> Planner:
+def load_planner(
+    path: Path | str,
+    allow_mismatch: bool = False,
+    warm_up: bool = True,
+    job: Job | Mapping[str, Any] | None = None,
+) -> Planner:
     """Load a bundle for the device of this process, ready to plan.
 
     Parameters
@@ -90,28 +99,33 @@ def load_planner(path: Path | str, allow_mismatch: bool = False, warm_up: bool =
         Use a bundle tuned for another device, with a warning.
     warm_up
         Compile now what plans run (:meth:`Planner.warm_up`), not in the first training step.
+    job
+        What the running job knows of itself, whole or in part: compared as :meth:`Planner.check_job` does.
 
     Raises
     ------
     RoutePackError
-        If a file is missing, was edited, is of another schema, or the device differs and ``allow_mismatch`` is False.
+        If a file is missing, was edited or contradicts another, the bundle is for another job, or for another device
+        and ``allow_mismatch`` is False.
     """
-    from costmodels import StepTables, tables_key
-    from profiler import DeviceFingerprint
+    from routepack_tune.bundle_file import read_bundle
 
     folder = bundle_folder(path)
-    document = _read_document(folder)
-    tables = StepTables.load(folder / TABLES_FILE)
-    parts, cap = (document["model"], document["topology"], document["params"]), document["max_tokens_per_microbatch"]
-    spec, topology, params = typed_parts(*parts, f"Bundle {folder}")
-    if not tables.key == document["tables_key"] == tables_key(spec, topology, cap):
-        raise RoutePackError(
-            f"Bundle {folder}: its tables are for another model, topology or cap. Run `routepack fit`, `tune` and "
-            "`deploy` again."
-        )
-    wanted = DeviceFingerprint.from_dict(document["fingerprint"])
-    notes = _check_device(wanted, str(path), allow_mismatch)
-    planner = Planner(spec, topology, cap, params, tables, wanted, document["provenance"], (*tables.notes, *notes))
+    document, tables = read_bundle(folder)
+    planner = Planner(
+        spec=document.model,
+        topology=document.topology,
+        max_tokens=document.max_tokens_per_microbatch,
+        params=document.params,
+        tables=tables,
+        fingerprint=document.fingerprint,
+        dtype=document.dtype,
+        provenance=document.provenance,
+        bundle_hash=document.content_hash,
+    )
+    if job is not None:
+        check_job(planner.planned_job, job, f"Bundle {path}")
+    planner = replace(planner, notes=(*tables.notes, *_check_device(document.fingerprint, str(path), allow_mismatch)))
     if warm_up:
         planner.warm_up()
     return planner
@@ -123,8 +137,9 @@ def untuned_planner(costmodel: Path | str, settings: Config) -> Planner:
     from profiler import DeviceFingerprint
 
     tables = tables_for(costmodel, *settings.job)
-    device = DeviceFingerprint.from_dict(cost_model_header(costmodel)["fingerprint"])
-    return Planner(*settings.job, settings.planner, tables, device)
+    header = cost_model_header(costmodel)
+    device = DeviceFingerprint.from_dict(header["fingerprint"])
+    return Planner(*settings.job, settings.planner, tables, device, dtype_of(header))
 
 
 def cost_model_header(costmodel: Path | str) -> dict[str, Any]:
@@ -135,6 +150,14 @@ def cost_model_header(costmodel: Path | str) -> dict[str, Any]:
     if not isinstance(header, dict) or "fingerprint" not in header:
         raise RoutePackError(f"Cost model {costmodel} names no device. Run `routepack fit` again.")
     return header
+
+
+def dtype_of(header: Mapping[str, Any]) -> str:
+    """Return the number type whose times a cost model learned; empty where its measurements do not say one."""
+    parts = header.get("provenance") or ()
+    told = {one.get("dtype") for one in parts if isinstance(one, Mapping)} if isinstance(parts, list) else set()
+    found = told.pop() if len(told) == 1 else ""
+    return found if isinstance(found, str) else ""
 
 
 def bundle_folder(path: Path | str) -> Path:
@@ -148,39 +171,20 @@ def bundle_folder(path: Path | str) -> Path:
     return Path(path)
 
 
-def _read_document(folder: Path) -> dict[str, Any]:
-    """Read ``planner.yaml``; check its schema, its own hash and that of the one file it names."""
-    path, tables = folder / PLANNER_FILE, folder / TABLES_FILE
-    if not path.is_file():
-        raise RoutePackError(
-            f"{folder} is no bundle: it has no {PLANNER_FILE}. Give the folder that `routepack deploy` wrote."
-        )
-    found = read_json(path, "Bundle file")
-    document = found if isinstance(found, dict) else {}
-    version, stated = document.get("schema_version"), document.pop("content_hash", None)
-    if version != BUNDLE_SCHEMA_VERSION:
-        problem = f"it has schema_version {version!r}, this version reads {BUNDLE_SCHEMA_VERSION}."
-    elif content_hash(document) != stated:
-        problem = f"{PLANNER_FILE} does not match its content_hash: it was edited. Change routepack.yaml instead."
-    elif not tables.is_file() or document.get("files") != {TABLES_FILE: file_hash(tables)}:
-        problem = f"{TABLES_FILE} is missing, or does not match its hash in {PLANNER_FILE}: no other file is read."
-    else:
-        return document
-    raise RoutePackError(f"Bundle {folder}: {problem} Run `routepack deploy` again.")
-
-
 def typed_parts(
     model: Mapping[str, Any], topology: Mapping[str, Any], params: Mapping[str, Any], source: str
 ) -> tuple[ModelSpec, Topology, PlannerParams]:
     """Rebuild what was written with ``asdict``; ``source`` names for an error where it was read."""
     from profiler import ModelSpec, Topology
+    from profiler.params import check_sizes
+    from profiler.readers import build
     from search import PlannerParams
 
-    try:
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
-        return ModelSpec(**fields), Topology(**topology), PlannerParams(**params)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RoutePackError(f"{source} cannot be used by this version: {error}. Write it again.") from None
+    with explained(f"{source} cannot be used by this version: ", " Write it again."):
+        spec, sizes = build(ModelSpec, model, "model"), build(Topology, topology, "topology")
+        with explained(of=ValueError):
+            check_sizes(spec, sizes)
+        return spec, sizes, build(PlannerParams, params, "params")
 
 
 def device_match(wanted: DeviceFingerprint) -> tuple[str, str]:

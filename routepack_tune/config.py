@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
+from profiler.readers import read_yaml
 from profiler.redact import redacted
 
 if TYPE_CHECKING:
@@ -72,17 +72,8 @@ def check_tracking_uri(uri: str, source: str = "Tracking URI") -> None:
 @extras_named()
 def load_config(path: Path | str) -> Config:
     """Read ``routepack.yaml``; an error names the file, the key, the value, and what is valid there."""
-    import yaml
-
     path = Path(path)
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_strict_loader())
-    except FileNotFoundError:
-        raise RoutePackError(f"Configuration not found: {path}. Give the path of a routepack.yaml.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RoutePackError(
-            f"Configuration {path} cannot be read: {' '.join(str(error).split())}. Give a routepack.yaml."
-        ) from None
+    data = read_yaml(path, "Configuration", "Give the path of a routepack.yaml.")
     return parse_config(data, path.parent, str(path))
 
 
@@ -93,6 +84,7 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
 
     from costmodels import FitParams
     from profiler import ProfileParams, Topology, load_model
+    from profiler.params import MOST_TOKENS
     from search import PlannerParams, TuneParams
 
     if not isinstance(data, Mapping):
@@ -102,7 +94,7 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
         "schema_version": (Literal[1], CONFIG_SCHEMA_VERSION),
         "model": (str, ...),
         "topology": (Topology, ...),
-        "max_tokens_per_microbatch": (Annotated[int, pydantic.Field(ge=1)], ...),
+        "max_tokens_per_microbatch": (Annotated[int, pydantic.Field(ge=1, le=MOST_TOKENS)], ...),
         **{name: (section, section()) for name, section in optional.items()},
     }
     rules = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -127,9 +119,12 @@ def parse_config(data: Any, folder: Path | str, source: str) -> Config:
 def _check_job(config: Config) -> None:
     """Refuse sizes that do not fit together, before a verb works for minutes and the next one fails."""
     from profiler.params import check_sizes, divisors, nearest
+    from search.problem import check_padding
 
     with explained("`topology`: ", of=ValueError):
         check_sizes(config.model, config.topology)
+    with explained("`planner`: "):
+        check_padding(config.planner, config.model)
     per_node, ranks = config.planner.ranks_per_node, config.topology.expert_model_parallel_size
     if per_node and ranks % per_node:
         raise RoutePackError(
@@ -142,23 +137,6 @@ def _check_job(config: Config) -> None:
             f"`planner.sequence_alignment` = {config.planner.sequence_alignment} pads every sample beyond the cap of "
             f"{least} tokens. Use an alignment of at most {least}, or a larger cap."
         )
-
-
-def _strict_loader() -> Any:
-    """Return PyYAML's safe loader, but a key given twice is an error and ``1e-3`` is a number."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key_node, deep=True) for key_node, _ in node.value]
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice is not None:
-                raise yaml.constructor.ConstructorError(None, None, f"key `{twice}` is given twice", node.start_mark)
-            return super().construct_mapping(node, deep)
-
-    number = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
-    return Loader
 
 
 def _mistake(errors: Sequence[Any], valid: Mapping[str, list[str]]) -> str:

@@ -274,6 +274,8 @@ def _given_plan(path: Path, planner: Planner, batch: StepBatch, name: str) -> Pl
         plan = Plan.load(path)
         if plan.topology != planner.topology or plan.max_tokens != planner.max_tokens:
             raise RoutePackError("it is for another topology or token cap than the bundle.")
+        if plan.model.spec_hash != planner.spec.spec_hash:
+            raise RoutePackError(f"it is of the model {plan.model.name}, the bundle of {planner.spec.name}.")
         stated = plan.provenance.get("batch_hash", batch.data_hash)
         if stated != batch.data_hash or plan.sample_ids != tuple(map(str, batch.sample_ids)):
             raise RoutePackError("it was made for other samples.")

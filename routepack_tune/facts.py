@@ -62,7 +62,7 @@ def study_facts(document: Mapping[str, Any], out: Path) -> dict[str, Any]:
 
 def bundle_facts(bundle: Path, registered: str | None) -> dict[str, Any]:
     """Return where a bundle is, under which name it is registered, and what it holds by its own words."""
-    from profiler.files import read_json
+    from profiler.readers import read_json
     from routepack_tune.bundle import PLANNER_FILE
 
     known = read_json(bundle / PLANNER_FILE, "Bundle file")["provenance"]

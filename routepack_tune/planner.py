@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
+from routepack_tune.job import Job, PlannedJob, check_job
 from routepack_tune.steps.traces import LAYOUT, batch_from_arrays, load_step_batch
 
 if TYPE_CHECKING:
@@ -29,15 +30,43 @@ class Planner:
     tables: StepTables
     fingerprint: DeviceFingerprint
     """The device whose times are in the tables."""
+    dtype: str = ""
+    """The number type whose times they are; empty where nobody said it."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Study, trial, MLflow run, hashes of data and cost model."""
     notes: tuple[str, ...] = ()
     """What loading had to say about this device."""
+    bundle_hash: str = ""
+    """Content hash of the bundle that this was loaded from; empty where it was not."""
 
     @property
     def job(self) -> tuple[StepTables, ModelSpec, Topology, int, PlannerParams]:
         """What ``search`` needs beside a batch, in the order of its functions' arguments."""
         return self.tables, self.spec, self.topology, self.max_tokens, self.params
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What every plan says of where its planner comes from: the bundle's hash, and its place in a registry."""
+        found = {"bundle_hash": self.bundle_hash or None, "registry": self.provenance.get("registry")}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def planned_job(self) -> PlannedJob:
+        """What this planner was made for."""
+        return PlannedJob(self.spec, self.topology, self.max_tokens, self.dtype)
+
+    def check_job(self, job: Job | Mapping[str, Any]) -> None:
+        """Compare this planner with the job that runs it, as far as ``job`` states it.
+
+        A mapping may use the names of ``routepack.yaml``, Megatron-LM or verl: ``model`` (name, config or spec),
+        parallel sizes (``expert_model_parallel_size`` or ``ep``), ``max_tokens_per_microbatch``, ``dtype``.
+
+        Raises
+        ------
+        RoutePackError
+            If something differs; the message names all differences.
+        """
+        check_job(self.planned_job, job, "This planner")
 
     def warm_up(self) -> None:
         """Compile all that a plan of this job runs, streaming included; loading a bundle does so already.
@@ -81,7 +110,8 @@ class Planner:
         from search import plan_step
 
         checked = self._checked(batch)
-        return plan_step(checked, *self.job, seed=seed, stop=stop, previous=previous, observer=observer)
+        how: dict[str, Any] = {"stop": stop, "previous": previous, "observer": observer, "origin": self.origin}
+        return plan_step(checked, *self.job, seed=seed, **how)
 
     def _checked(self, batch: Any) -> StepBatch:
         from search import StepBatch
@@ -104,4 +134,4 @@ class Planner:
         """
         from search import StreamingPlanner
 
-        return StreamingPlanner(*self.job, seed=seed, previous=previous)
+        return StreamingPlanner(*self.job, seed=seed, previous=previous, origin=self.origin)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodels import lookup_many_ns
+from profiler import RoutePackError
+from search.checks import check_packing, check_placement
 from search.kernels import unit_expert_rows
 from search.plan import StepTime
 from search.problem import Problem
@@ -54,10 +56,14 @@ class Evaluation:
 def evaluate(
     problem: Problem, row_N: np.ndarray, slot_N: np.ndarray, placement_LE: np.ndarray, num_rows: int
 ) -> Evaluation:
-    """Return the cost of a packing and placement, computed from scratch."""
+    """Return the cost of a packing and placement, computed from scratch; RoutePackError where they are not such."""
     slots, blocks = problem.num_slots, problem.num_blocks
+    check_packing(row_N, slot_N, problem.num_samples, num_rows, slots)
     cell, cells = row_N * slots + slot_N, num_rows * slots
     tokens = problem.cell_tokens(cell, num_rows)
+    priced = (problem.cell_ns.shape[1] - 1 << problem.tables.tokens_shift) - 1
+    if tokens.max() > priced:
+        raise RoutePackError(f"A cell holds {tokens.max()} tokens; the tables price up to {priced}.")
     core = np.zeros((cells, problem.sequence_ns.shape[1]), np.int64)
     np.add.at(core, cell, problem.sequence_ns)
     per_cell = core + np.stack([lookup_many_ns(t, problem.tables.tokens_shift, tokens) for t in problem.cell_ns], 1)
@@ -85,6 +91,7 @@ def evaluate(
 
 def rank_loads(problem: Problem, unit_N: np.ndarray, placement_LE: np.ndarray, num_units: int) -> np.ndarray:
     """Return the routed rows per unit, EP rank and layer, [U, P, L] int64."""
+    check_placement(placement_LE, problem.num_layers, problem.num_experts)
     experts = unit_expert_rows(problem.counts, unit_N, num_units)
     slots_LE = np.argsort(placement_LE, axis=1, kind="stable")
     by_slot = np.take_along_axis(experts, slots_LE[None], axis=2)

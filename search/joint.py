@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from costmodels import StepTables
 from profiler import ModelSpec, Observer, RoutePackError, Topology
 from search.bounds import lower_bound_ns
+from search.checks import check_ranks
 from search.evaluate import evaluate
 from search.kernels import seed_state
 from search.packing.bins import equalised, pack_balanced, pack_ffd, pack_staircase
@@ -35,7 +37,7 @@ from search.placement.placer import (
     relabelled,
     residence_of,
 )
-from search.plan import Plan, check_plan
+from search.plan import Plan, PlannedModel, check_plan
 from search.problem import Problem, StepBatch, build_problem, no_packing, row_range
 
 SEEDS = (pack_balanced, pack_staircase)
@@ -72,11 +74,13 @@ def plan_step(
     start: np.ndarray | None = None,
     num_threads: int | None = None,
     observer: Observer | None = None,
+    origin: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan one optimizer step.
 
     Under an iteration budget (the default) the plan is a pure function of batch, tables, parameters and seed. From
     ``start``, ranks of experts [L, E], the search starts in place of LPT or ``previous``; leaving it costs nothing.
+    ``origin``, where tables and parameters come from, joins the plan's provenance.
 
     Raises
     ------
@@ -90,6 +94,8 @@ def plan_step(
     problem = build_problem(batch, tables, spec, topology, max_tokens, params)
     bound_ns = lower_bound_ns(problem)
     home = None if previous is None else residence_of(previous, problem)
+    if start is not None:
+        check_ranks(start, problem.num_layers, problem.num_experts, problem.num_ranks)
     starts = [] if start is None else [start]
     if home is not None:
         fresh_LE = relabelled(first_ranks(problem, params.ranks_per_node), home.rank_LE, problem.num_ranks)
@@ -108,6 +114,7 @@ def plan_step(
     if home is not None and not params.ranks_per_node:  # ranks of one node are alike: names may change, times do not
         best = best._replace(rank_LE=nearer_home(best.rank_LE, home.rank_LE, problem.num_ranks))
     searched = {"planner": "routepack-tune", "seed": seed, "params": asdict(params), "stopped_by": stop.name}
+    searched |= origin or {}
     return _certified(problem, batch, best, bound_ns, previous, searched)
 
 
@@ -134,12 +141,13 @@ def _certified(
         topology=problem.topology,
         max_tokens=problem.max_tokens,
         sample_ids=tuple(map(str, batch.sample_ids)),
-        total_tokens=int(problem.lengths.sum()),
+        model=PlannedModel.of(problem.spec),
+        total_tokens=int(batch.lengths.sum()),
         predicted=priced.step_time(),
         default=default.step_time(),
         lower_bound_s=bound_ns * 1e-9 / tables.pipeline_stages,
         counters=problem.counters | beyond,
-        notes=(*tables.notes, *assumed),
+        notes=(*tables.notes, *problem.notes, *assumed),
         moves=moves,
         provenance={
             "batch_hash": batch.data_hash,
@@ -161,7 +169,8 @@ def _check_job(problem: Problem, plan: Plan, rank_rows_RBPL: np.ndarray) -> None
     if most_rows and rank_rows_RBPL.max() > most_rows:
         row, block, rank, layer = np.unravel_index(rank_rows_RBPL.argmax(), rank_rows_RBPL.shape)
         raise RoutePackError(
-            f"EP rank {rank} of block {block} receives {rank_rows_RBPL.max()} rows in row {row}, MoE layer {layer}, "
+            f"EP rank {rank} of block {block} receives {rank_rows_RBPL.max()} rows in row {row}, "
+            f"{plan.model.layer_words(int(layer))}, "
             f"above max_received_rows = {most_rows}, and no plan found avoids it. Raise it, lower the token cap, or "
             "allow more rows (extra_rows)."
         )

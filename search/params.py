@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from dataclasses import dataclass, fields, replace
+
+from profiler.params import MOST_RANKS, MOST_TOKENS, check_settings
+
+AVERAGE, NO_ROUTES, CONSTANT = "average", "none", "constant"
+"""Where a trainer may send padding; see ``PlannerParams.padding_routes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,10 @@ class PlannerParams:
     """Bandwidth of one rank for moving experts, in 1e9 bytes a second; 0: as measured, else as the
     device states it, else 25."""
     sequence_alignment: int = 1
-    """Tokens every sequence is padded to a multiple of (Megatron: tp x cp x 2); padding costs like average tokens."""
+    """Tokens every sequence is padded to a multiple of (Megatron: tp x cp x 2)."""
+    padding_routes: str = AVERAGE
+    """Where the trainer sends that padding: ``average``, like average tokens; ``none``, to no expert; ``constant``,
+    each token to experts 0 to top_k - 1 (NeMo-RL, SkyRL), or to those named, as in ``constant 0`` (rows of zeros)."""
     equal_samples: bool = False
     """Give every DP slot the same number of samples, or one more (verl, ROLL, SkyRL)."""
     max_received_rows: int = 0
@@ -60,21 +69,48 @@ class PlannerParams:
     """EP ranks of one node: the first placement balances nodes before ranks; 0 where it does not matter."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, (low, high) = getattr(self, field.name), _LIMITS.get(field.name, (0, math.inf))
-            if not (low <= value <= high and math.isfinite(value)):
-                expected = f">= {low} and finite" if high == math.inf else f"between {low} and {high}"
-                raise ValueError(f"Expected {field.name} {expected}, got {value}.")
+        check_settings(self, RANGES)
+        if 0 < self.link_gbytes_per_s < 1e-3:
+            raise ValueError(f"Expected link_gbytes_per_s to be 0 or at least 0.001, got {self.link_gbytes_per_s}.")
+        padding_experts(self.padding_routes)
         for names in (("within_share", "two_share", "cell_share"), ("relocate_share", "similar_share")):
             shares = [getattr(self, name) for name in names]
             if sum(shares) > 1:
                 raise ValueError(f"Expected {' + '.join(names)} <= 1, got {' + '.join(map(str, shares))}.")
 
 
-_LIMITS: dict[str, tuple[float, float]] = {"receive_slack": (0, 0.99)}
-_LIMITS |= dict.fromkeys(("max_iterations", "starts", "alternations", "sequence_alignment"), (1, math.inf))
-_LIMITS |= {name: (0, 1) for name in PlannerParams.__dataclass_fields__ if name.endswith("_share")}
-"""Least and most of each setting, both allowed; the others are 0 or more."""
+RANGES: dict[str, tuple[float, float]] = {
+    "max_iterations": (1, 10**9),
+    "starts": (1, 64),
+    "alternations": (1, 100),
+    "extra_rows": (0, 4096),
+    "hot_temperature": (0, 1e6),
+    "cold_temperature": (0, 1e3),
+    "placement_swaps": (0, 10**8),
+    "placement_temperature": (0, 1e3),
+    "horizon_steps": (0, 1e12),
+    "stickiness": (0, 1e12),
+    "link_gbytes_per_s": (0, 1e6),
+    "sequence_alignment": (1, MOST_TOKENS),
+    "max_received_rows": (0, 2**40),
+    "receive_slack": (0, 0.99),
+    "ranks_per_node": (0, MOST_RANKS),
+    **{name: (0, 1) for name in PlannerParams.__dataclass_fields__ if name.endswith("_share")},
+}
+"""Least and most of each setting, both allowed."""
+
+
+def padding_experts(routes: str, top_k: int = 1) -> list[int]:
+    """Return the experts to which every token of padding goes; none where it is spread or sent nowhere.
+
+    ValueError unless ``routes`` is a legal ``padding_routes``.
+    """
+    kind, *named = routes.split() or [""]
+    plain = all(re.fullmatch("[0-9]{1,7}", one) for one in named) and len(set(map(int, named))) == len(named)
+    if not (plain and kind == CONSTANT) and routes not in (AVERAGE, NO_ROUTES):
+        legal = f"'{AVERAGE}', '{NO_ROUTES}', '{CONSTANT}' or '{CONSTANT} 0 1 ...' (distinct experts)"
+        raise ValueError(f"Expected padding_routes {legal}, got {routes!r:.80}.")
+    return [] if kind != CONSTANT else [int(one) for one in named] or list(range(top_k))
 
 
 @dataclass

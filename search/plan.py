@@ -1,46 +1,36 @@
 """The result of planning one step: who goes where, what it should cost, and whether it keeps every constraint.
 
 Invariants (``check_plan``): every sample once; every cell at most ``max_tokens`` tokens and never empty; equal rows on
-every slot, a multiple of what the pipeline asks; every layer's placement a bijection, the same in every block.
+every slot, a multiple of what the pipeline asks; every layer's placement a bijection, the same in every block. A plan
+that was read equals, part by part, what the plan that came of it would write, whatever its hash says.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from profiler import RoutePackError, Topology
-from profiler.files import content_hash, read_json, write_json
-
-PLAN_SCHEMA_VERSION = 1
-_AS_THEY_ARE = ("lower_bound_s", "counters", "provenance")
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Hold a predicted step time in seconds and its parts on the slowest EP block."""
-
-    step_time_s: float
-    attention_s: float
-    """Attention, projections, shared experts and dense layers."""
-    experts_s: float
-    rest_s: float
-    """Dispatch, combine and the fixed cost of rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMoves:
-    """Hold what a plan moves away from the previous placement."""
-
-    experts: tuple[tuple[int, ...], ...] = ()
-    """(MoE layer, logical expert, old physical slot, new physical slot), by layer and expert."""
-    bytes: int = 0
-    """Parameters and optimizer state that change their rank."""
-    seconds: float = 0.0
-    """Predicted time of the slowest pipeline stage: layer after layer, the busiest receiving rank over its link."""
+from profiler.errors import explained
+from profiler.files import canonical_json, content_hash, write_json
+from profiler.readers import read_json
+from search.checks import check_packing, check_placement
+from search.plan_file import (
+    PLAN_SCHEMA_VERSION,
+    ExpertMoves,
+    PlanDocument,
+    PlannedModel,
+    StepTime,
+    packing_of,
+    placement_of,
+    read_document,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +48,9 @@ class Plan:
     topology: Topology
     max_tokens: int
     sample_ids: tuple[str, ...]
+    model: PlannedModel
     total_tokens: int
+    """Tokens of all samples; padding is not counted."""
     predicted: StepTime
     default: StepTime
     """First-fit decreasing with experts in place, priced by the same tables."""
@@ -66,21 +58,22 @@ class Plan:
     """No plan of this batch can be faster by the same tables."""
     counters: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    moves: ExpertMoves = ExpertMoves()
+    moves: ExpertMoves = field(default_factory=ExpertMoves)
     """Experts to move before the step, where a previous plan was given."""
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Hashes of batch and tables, parameters, seed, iterations and why the search stopped."""
+    """Hashes of batch, tables and bundle, parameters, seed, iterations and why the search stopped."""
 
     @property
     def gap(self) -> float:
-        """Predicted time above the lower bound, as a share of the bound."""
-        return self.predicted.step_time_s / self.lower_bound_s - 1.0
+        """Predicted time above the lower bound, as a share of the bound; infinite where that is 0."""
+        return self.predicted.step_time_s / self.lower_bound_s - 1.0 if self.lower_bound_s > 0 else math.inf
 
     @property
     def plan_hash(self) -> str:
         """SHA-256 of all decisions: ranks compare it before the first collective."""
         decided = {"micro_batches": self.micro_batches(), "logical_to_physical": self.placement_LE.tolist()}
-        return content_hash({**decided, "sample_ids": self.sample_ids, "topology": self.topology})
+        about = {"sample_ids": self.sample_ids, "topology": self.topology, "model": self.model}
+        return content_hash({**decided, **about, "num_tokens": self.total_tokens})
 
     @property
     def placement_id(self) -> str:
@@ -106,6 +99,7 @@ class Plan:
             "schema_version": PLAN_SCHEMA_VERSION,
             "plan_hash": self.plan_hash,
             "placement_id": self.placement_id,
+            "model": asdict(self.model),
             "max_tokens_per_microbatch": self.max_tokens,
             "num_microbatches": self.num_rows,
             "micro_batches": self.micro_batches(),
@@ -115,42 +109,38 @@ class Plan:
             "logical_to_physical": self.placement_LE.tolist(),
             "physical_to_logical": self.physical_to_logical().tolist(),
             "denominators": {"num_samples": len(self.row_N), "num_tokens": self.total_tokens},
-            "gap": self.gap,
+            "gap": self.gap if math.isfinite(self.gap) else None,
             "notes": list(self.notes),
             **{name: asdict(getattr(self, name)) for name in ("topology", "predicted", "default", "moves")},
-            **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            **{name: getattr(self, name) for name in ("lower_bound_s", "counters", "provenance")},
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """Rebuild a plan; :class:`RoutePackError` if keys are missing, or schema or hash do not match."""
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != PLAN_SCHEMA_VERSION:
-            raise RoutePackError(f"Plan has schema_version {version!r}, this version reads {PLAN_SCHEMA_VERSION}.")
-        try:
-            row_N, slot_N = np.full((2, data["denominators"]["num_samples"]), -1, np.int64)
-            for slot, rows in enumerate(data["micro_batches"]):
-                for row, cell in enumerate(rows):
-                    row_N[cell], slot_N[cell] = row, slot
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Rebuild a plan, as sound as one that was just made.
+
+        Raises
+        ------
+        RoutePackError
+            If a part is missing, unknown, of another type or out of range, or two parts contradict one another.
+        """
+        with explained("Plan cannot be used: ", " Plan the step again."):
+            found = read_document(data)
+            row_N, slot_N = packing_of(found)
             plan = cls(
                 row_N=row_N,
                 slot_N=slot_N,
-                placement_LE=np.array(data["logical_to_physical"], np.int64),
-                num_rows=data["num_microbatches"],
-                topology=Topology(**data["topology"]),
-                max_tokens=data["max_tokens_per_microbatch"],
-                sample_ids=tuple(data["sample_ids"]),
-                total_tokens=data["denominators"]["num_tokens"],
-                predicted=StepTime(**data["predicted"]),
-                default=StepTime(**data["default"]),
-                notes=tuple(data["notes"]),
-                moves=ExpertMoves(**{**data["moves"], "experts": tuple(map(tuple, data["moves"]["experts"]))}),
-                **{name: data[name] for name in _AS_THEY_ARE},
+                placement_LE=placement_of(found.logical_to_physical),
+                num_rows=found.num_microbatches,
+                max_tokens=found.max_tokens_per_microbatch,
+                total_tokens=found.denominators.num_tokens,
+                **{one.name: getattr(found, one.name) for one in fields(cls) if hasattr(found, one.name)},
             )
-            if plan.plan_hash != data["plan_hash"]:
-                raise RoutePackError("Plan's content does not match its plan_hash: the file was edited or damaged.")
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise RoutePackError(f"Plan is damaged: {type(error).__name__} {error}. Plan the step again.") from None
+            check_form(plan)
+            own, given = (json.loads(canonical_json(dict(one))) for one in (plan.to_dict(), data))
+            for name in PlanDocument.__slots__:
+                if own[name] != given[name]:
+                    raise RoutePackError(f"its {name} does not match the other parts: the file was edited or damaged.")
         return plan
 
     def save(self, path: Path | str) -> None:
@@ -164,25 +154,75 @@ class Plan:
 
 
 def check_plan(plan: Plan, lengths: np.ndarray, num_experts: int) -> None:
-    """Raise :class:`RoutePackError` naming the first broken hard constraint."""
-    slots, rows, multiple = plan.topology.data_parallel_size, plan.num_rows, plan.topology.row_multiple
+    """Raise :class:`RoutePackError` naming the first broken hard constraint; ``lengths`` [N] include padding."""
+    slots, rows = plan.topology.data_parallel_size, plan.num_rows
     if not len(plan.row_N) == len(plan.slot_N) == len(lengths):
         raise RoutePackError(f"Plan holds {len(plan.row_N)} samples, the batch {len(lengths)}.")
-    lost = (plan.row_N < 0) | (plan.row_N >= rows) | (plan.slot_N < 0) | (plan.slot_N >= slots)
-    if lost.any():
-        raise RoutePackError(f"Sample {plan.sample_ids[lost.argmax()]} is in no cell of {rows} rows x {slots} slots.")
+    check_form(plan)
     cell = plan.row_N * slots + plan.slot_N
     tokens = np.bincount(cell, weights=lengths, minlength=rows * slots)
     row, slot = divmod(int(tokens.argmax()), slots)
     if tokens.max() > plan.max_tokens:
         raise RoutePackError(f"Cell (row {row}, slot {slot}) holds {int(tokens.max())} tokens, cap {plan.max_tokens}.")
-    row, slot = divmod(int(tokens.argmin()), slots)
-    if tokens.min() == 0:
-        raise RoutePackError(f"Cell (row {row}, slot {slot}) is empty.")
-    if rows % multiple:
-        raise RoutePackError(f"{rows} rows are not a multiple of {multiple} (virtual pipeline).")
     if plan.placement_LE.shape[1] != num_experts:
         raise RoutePackError(f"Placement holds {plan.placement_LE.shape[1]} experts, the model {num_experts}.")
-    wrong = (np.sort(plan.placement_LE, axis=1) != np.arange(num_experts)).any(axis=1)
-    if wrong.any():
-        raise RoutePackError(f"Placement of MoE layer {wrong.argmax()} is not a bijection of experts and slots.")
+
+
+def check_form(plan: Plan) -> None:
+    """Raise :class:`RoutePackError` where the parts of a plan contradict one another; nothing else is looked at."""
+    if not isinstance(plan, Plan):
+        raise RoutePackError(f"Expected a Plan, got {type(plan).__name__}. Plan.load(path) reads one.")
+    topology, samples = plan.topology, len(plan.sample_ids)
+    check_packing(plan.row_N, plan.slot_N, samples, plan.num_rows, topology.data_parallel_size)
+    cells = np.zeros((plan.num_rows, topology.data_parallel_size), np.int64)
+    np.add.at(cells, (plan.row_N, plan.slot_N), 1)
+    row, slot = np.unravel_index(int(cells.argmin()), cells.shape)
+    layers, experts = len(plan.model.moe_layers), np.shape(plan.placement_LE)[-1] if np.ndim(plan.placement_LE) else 0
+    most = cells.size * plan.max_tokens - plan.counters.get("padding_tokens", 0)
+    for wrong, said in (
+        (cells.min() == 0, f"Cell (row {row}, slot {slot}) is empty."),
+        (
+            plan.num_rows % topology.row_multiple,
+            f"{plan.num_rows} rows are not a multiple of {topology.row_multiple} (virtual pipeline).",
+        ),
+        (len(set(plan.sample_ids)) < samples, "Two samples of the plan have the same id."),
+        (
+            not samples <= plan.total_tokens <= most,
+            f"{plan.total_tokens} tokens are not those of {samples} samples in {cells.size} cells, "
+            f"cap {plan.max_tokens}.",
+        ),
+        (
+            experts % topology.expert_model_parallel_size,
+            f"{experts} experts do not divide over expert_model_parallel_size = {topology.expert_model_parallel_size}.",
+        ),
+        *(
+            (
+                not time.is_sound,
+                f"Its step time is {time.step_time_s} s, not the sum of parts that are finite and >= 0.",
+            )
+            for time in (plan.predicted, plan.default)
+        ),
+        (
+            not 0 <= plan.lower_bound_s <= plan.predicted.step_time_s * (1 + 1e-9),
+            f"lower_bound_s = {plan.lower_bound_s} is not between 0 and the predicted {plan.predicted.step_time_s} s.",
+        ),
+        (min(plan.counters.values(), default=0) < 0, "A counter is negative."),
+    ):
+        if wrong:
+            raise RoutePackError(said)
+    check_placement(plan.placement_LE, layers, experts)
+    _check_moves(plan)
+
+
+def _check_moves(plan: Plan) -> None:
+    """Refuse moves that are out of range, not in order, or do not lead to the placement."""
+    layers, experts = plan.placement_LE.shape
+    before: tuple[int, ...] = (-1, -1)
+    for layer, expert, old, new in plan.moves.experts:
+        inside = 0 <= layer < layers and 0 <= expert < experts and 0 <= old < experts
+        if not inside or (layer, expert) <= before or plan.placement_LE[layer, expert] != new or old == new:
+            raise RoutePackError(
+                f"The move of expert {expert} in MoE layer {layer} from slot {old} to {new} is out of range or order, "
+                "or does not lead to the plan's placement."
+            )
+        before = (layer, expert)

@@ -10,7 +10,9 @@ import numpy as np
 from costmodels import StepTables, lookup_many_ns
 from profiler import ModelSpec, RoutePackError, Topology
 from profiler.files import arrays_hash
-from search.params import PlannerParams
+from profiler.params import divisors, nearest
+from search.checks import MOST_TOKENS, check_array, check_tables, check_times
+from search.params import AVERAGE, NO_ROUTES, PlannerParams, padding_experts
 
 OVER_CAP_NS = 10**9
 """What the search charges for a row above the receive cap, at most: far more than any row costs."""
@@ -83,7 +85,9 @@ class Problem:
     blocks_per_unit: int
     """Blocks that wait for one another layer by layer: 1, or all of them under FSDP."""
     counters: dict[str, int]
-    """Tokens and whole samples without a known route, and tokens added by alignment; they cost like average tokens."""
+    """Tokens and whole samples without a known route, which cost like average tokens, and tokens added by alignment."""
+    notes: tuple[str, ...] = ()
+    """What was taken for facts of the job."""
 
     @property
     def num_samples(self) -> int:
@@ -146,13 +150,19 @@ def build_problem(
 ) -> Problem:
     """Check the stated policies and turn a batch into integer costs."""
     params = params or PlannerParams()
-    _check_policies(batch, spec, topology, max_tokens, params.sequence_alignment)
+    check_tables(tables, spec, topology, max_tokens)
+    check_padding(params, spec)
+    _check_policies(batch, spec, topology)
+    check_batch(batch, spec)
+    check_lengths(batch, max_tokens, params.sequence_alignment)
+    check_times(tables, spec.num_moe_layers, batch.num_samples, topology)
     lengths = padded_lengths(batch.lengths, params.sequence_alignment)
+    padding = lengths - batch.lengths.astype(np.int64)
     layers = tables.class_layers[:, None]
     sequence = np.stack([lookup_many_ns(t, tables.length_shift, lengths) for t in tables.sequence_ns])
     return Problem(
         lengths=lengths,
-        counts=_fill_unknown(batch, lengths, spec.top_k),
+        counts=_routed_counts(batch, lengths, padding, spec, params.padding_routes),
         sequence_ns=np.ascontiguousarray((sequence * layers).T),
         cell_ns=tables.cell_ns * layers,
         expert_ns=tables.expert_rank_ns,
@@ -166,8 +176,9 @@ def build_problem(
         counters={
             "unknown_tokens": int((batch.lengths - batch.known_tokens).sum()),
             "unknown_samples": int((batch.known_tokens == 0).sum()),
-            "padding_tokens": int((lengths - batch.lengths).sum()),
+            "padding_tokens": int(padding.sum()),
         },
+        notes=_padding_note(int(padding.sum()), params.padding_routes, spec.top_k),
     )
 
 
@@ -176,9 +187,12 @@ def padded_lengths(lengths: np.ndarray, alignment: int) -> np.ndarray:
     return -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
 
 
-def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_tokens: int, alignment: int) -> None:
-    count, slots, ranks = batch.num_samples, topology.data_parallel_size, topology.expert_model_parallel_size
-    layers, experts = np.shape(batch.expert_counts)[1:] or (0, 0)
+def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology) -> None:
+    if not isinstance(batch, StepBatch):
+        raise RoutePackError(f"Expected a StepBatch, got {type(batch).__name__}. planner.batch(...) makes one.")
+    count, slots, ranks = np.size(batch.lengths), topology.data_parallel_size, topology.expert_model_parallel_size
+    shape = np.shape(batch.expert_counts)
+    layers, experts = shape[1:] if len(shape) == 3 else (0, 0)
     for wrong, message in (
         (count == 0, "The step is empty: 0 samples. Skip the step, or check what dropped them."),
         (
@@ -188,7 +202,8 @@ def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_t
         ),
         (
             experts % ranks > 0,
-            f"{experts} experts do not divide over expert_model_parallel_size = {ranks}. Choose a divisor.",
+            f"expert_model_parallel_size = {ranks} cannot divide the {experts} experts of {spec.name}. Nearest: "
+            f"{nearest(ranks, divisors(experts))}.",
         ),
         (
             count < slots,
@@ -196,18 +211,53 @@ def _check_policies(batch: StepBatch, spec: ModelSpec, topology: Topology, max_t
             f"Collect at least {slots} samples a step, or lower data_parallel_size.",
         ),
         (
-            not batch.known_tokens.any(),
+            not np.any(batch.known_tokens),
             "No sample of the step carries routes, so experts cannot be placed. Enable routing replay in the rollout.",
         ),
     ):
         if wrong:
             raise RoutePackError(message)
-    check_lengths(batch, max_tokens, alignment)
+
+
+def check_padding(params: PlannerParams, spec: ModelSpec) -> None:
+    """Refuse experts for padding that the model has not, or more of them than a token is sent to."""
+    experts = padding_experts(params.padding_routes, spec.top_k)
+    if len(experts) > spec.top_k or max(experts, default=0) >= spec.num_experts:
+        raise RoutePackError(
+            f"padding_routes = {params.padding_routes!r:.80} must name at most top_k = {spec.top_k} of {spec.name}'s "
+            f"experts 0 to {spec.num_experts - 1}."
+        )
+
+
+def check_batch(batch: StepBatch, spec: ModelSpec) -> None:
+    """Refuse a batch whose arrays contradict one another or the model: those of files passed here, others may not."""
+    N = np.size(batch.lengths)
+    check_array("the batch's lengths", batch.lengths, (N,))
+    check_array("the batch's known_tokens", batch.known_tokens, (N,))
+    check_array("the batch's sample_ids", batch.sample_ids, (N,), whole=False)
+    check_array("the batch's expert_counts", batch.expert_counts, (N, spec.num_moe_layers, spec.num_experts))
+    names = list(map(str, batch.sample_ids.tolist()))
+    if len(set(names)) < N:
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RoutePackError(f"Sample id {twice!r} occurs twice; ids must be distinct within a step.")
+    if batch.lengths.min() < 1:
+        i = int(batch.lengths.argmin())
+        raise RoutePackError(
+            f"Sample {names[i]} has length {batch.lengths[i]}; lengths are at least 1. Drop the sample."
+        )
+    lengths, known = _in_64_bits(batch.lengths), _in_64_bits(batch.known_tokens)
+    known_tokens(batch.expert_counts, lengths, batch.sample_ids, spec.top_k, known, "Sample")
+
+
+def _in_64_bits(tokens: np.ndarray) -> np.ndarray:
+    """Return whole numbers as int64, those beyond any cap cut off: narrow types would wrap when they are multiplied."""
+    wide = tokens.astype(np.uint64 if tokens.dtype.kind == "u" else np.int64)
+    return np.minimum(wide, MOST_TOKENS).astype(np.int64)
 
 
 def check_lengths(batch: StepBatch, max_tokens: int, alignment: int = 1) -> None:
     """Raise :class:`RoutePackError` naming the longest sample if any, padded, exceeds the cap."""
-    lengths = padded_lengths(batch.lengths, alignment)
+    lengths = padded_lengths(_in_64_bits(batch.lengths), alignment)
     longest = int(np.argmax(lengths))
     if lengths[longest] > max_tokens:
         over = int((lengths > max_tokens).sum())
@@ -217,6 +267,8 @@ def check_lengths(batch: StepBatch, max_tokens: int, alignment: int = 1) -> None
             f"max_tokens_per_microbatch = {max_tokens} ({over} of {batch.num_samples} samples are). Samples cannot be "
             f"split: raise the cap to at least {lengths[longest]} or truncate the rollout."
         )
+    if (total := int(lengths.sum())) > MOST_TOKENS:
+        raise RoutePackError(f"The step holds {total} tokens, above {MOST_TOKENS}. Check the lengths, or split it.")
 
 
 def known_tokens(
@@ -268,6 +320,25 @@ def no_packing(problem: Problem) -> RoutePackError:
         f"max_tokens_per_microbatch = {problem.max_tokens} without empty cells, in any number of rows. Raise the cap "
         "or lower data_parallel_size."
     )
+
+
+def _routed_counts(
+    batch: StepBatch, lengths: np.ndarray, padding: np.ndarray, spec: ModelSpec, routes: str
+) -> np.ndarray:
+    """Return what the trainer sends to each expert, [N, L, E] int32: known routes, estimates of the others, padding."""
+    if routes == AVERAGE:
+        return _fill_unknown(batch, lengths, spec.top_k)
+    counts = _fill_unknown(batch, lengths - padding, spec.top_k)
+    counts[:, :, padding_experts(routes, spec.top_k)] += padding[:, None, None].astype(np.int32)
+    return counts
+
+
+def _padding_note(tokens: int, routes: str, top_k: int) -> tuple[str, ...]:
+    """Say where the padding is taken to go, if there is any."""
+    experts = [] if routes in (AVERAGE, NO_ROUTES) else padding_experts(routes, top_k)
+    where = f"sent to experts {', '.join(map(str, experts))}"
+    said = {AVERAGE: "routed like average tokens", NO_ROUTES: "sent to no expert"}.get(routes, where)
+    return (f"{tokens} padding tokens are taken as {said} (planner.padding_routes).",) if tokens else ()
 
 
 def _fill_unknown(batch: StepBatch, lengths: np.ndarray, top_k: int) -> np.ndarray:

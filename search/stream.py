@@ -14,20 +14,22 @@ import contextlib
 import math
 import operator
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import fields, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from costmodels import StepTables
 from profiler import ModelSpec, RoutePackError, Topology
+from search.checks import check_tables
 from search.joint import plan_step
 from search.params import PlannerParams, StopCriterion
 from search.placement.lpt import ranks_of_slots
+from search.placement.placer import check_previous
 from search.plan import Plan
-from search.problem import StepBatch, check_lengths, known_tokens, prompt_numbers
+from search.problem import StepBatch, check_lengths, check_padding, known_tokens, prompt_numbers
 
 PROVISIONAL_ITERATIONS = 50_000
 """Packing proposals of a provisional plan: its placement is kept, its packing is not."""
@@ -58,11 +60,16 @@ class StreamingPlanner:
         previous: Plan | None = None,
         num_threads: int | None = None,
         background: bool = True,
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
         self._job = (tables, spec, topology, max_tokens)
         self._params = params or PlannerParams()
+        check_tables(*self._job)
+        check_padding(self._params, spec)
+        if previous is not None:  # not only when the step is sealed
+            check_previous(previous, spec, topology)
         self._seed, self._previous, self._num_threads = seed, previous, num_threads
-        self._background = background
+        self._background, self._origin = background, origin
         self._samples: dict[str, StepBatch] = {}
         self._lock = threading.Lock()  # guards the samples, _tried and who may submit
         self._closed = threading.Event()
@@ -184,7 +191,8 @@ class StreamingPlanner:
         if self.provisional is not None:
             start = ranks_of_slots(self.provisional.placement_LE, self._job[2].expert_model_parallel_size)
         given, seed, previous = (batch, *self._job, params), self._seed, self._previous
-        return plan_step(*given, seed=seed, stop=stop, previous=previous, start=start, num_threads=num_threads)
+        how: dict[str, Any] = {"start": start, "num_threads": num_threads, "origin": self._origin}
+        return plan_step(*given, seed=seed, stop=stop, previous=previous, **how)
 
 
 class _ProvisionalBudget(StopCriterion):
@@ -239,5 +247,5 @@ def _whole(value: int, name: str, what: str) -> np.ndarray:
     """Return a whole number as an array [1] int64."""
     try:
         return np.array([operator.index(value)], np.int64)
-    except TypeError:
-        raise RoutePackError(f"Sample {name!r}: {what} is {value!r}, expected a whole number.") from None
+    except (TypeError, OverflowError):
+        raise RoutePackError(f"Sample {name!r}: {what} is {value!r:.80}, expected a whole number.") from None

@@ -143,3 +143,14 @@ def router_slow(tokens, weight, top_k):
         total = sum(shares[e] for e in chosen)
         outputs.append(sum(token * (shares[e] / total) for e in chosen))
     return torch.stack(outputs)
+
+
+def padded_counts_slow(counts, padding, experts):
+    """Counts [N, L, E] with every token of ``padding`` [N] sent to each of ``experts`` in each layer, one by one."""
+    found = counts.tolist()
+    for i, tokens in enumerate(padding.tolist()):
+        for layer in range(counts.shape[1]):
+            for _ in range(tokens):
+                for expert in experts:
+                    found[i][layer][expert] += 1
+    return np.array(found)

@@ -17,6 +17,8 @@ from costmodels.freezing.notes import cores, table_notes
 from costmodels.freezing.pricer import Pricer
 from costmodels.tables import StepTables, lookup_many_ns, node_shift, table_nodes
 from profiler import ModelSpec, Topology
+from profiler.errors import explained
+from profiler.params import check_sizes
 
 
 def never_falling(time_ns: np.ndarray) -> np.ndarray:
@@ -30,6 +32,8 @@ def never_falling(time_ns: np.ndarray) -> np.ndarray:
 
 def freeze_tables(model: CostModel, spec: ModelSpec, topology: Topology, max_tokens: int) -> StepTables:
     """Evaluate every table at its nodes; they cover every cell up to the cap and every routing of a full block."""
+    with explained(of=ValueError):
+        check_sizes(spec, topology)
     pricer = Pricer(model, spec, topology, max_tokens)
     classes = pricer.classes()
     max_rows = max_tokens * topology.slots_per_block * spec.top_k

@@ -59,7 +59,7 @@ def priced_line(pricer: Pricer) -> str:
         "pipeline bubbles and sends": topology.pipeline_model_parallel_size,
         "short convolutions": 1 + bool(spec.linear_conv_kernel_dim),
     }
-    missing += [*(what for what, size in beside.items() if size > 1), *NEVER]
+    missing += [*(what for what, size in beside.items() if size > 1), *spec.unpriced, *NEVER]
     return f"{PRICED}{', '.join(priced)}; not priced: {', '.join(missing)}"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from costmodels.features import Columns, Names
+from costmodels.learned.lightgbm_text import MOST_LOG, check_text, stored_text
 from costmodels.params import FitParams
 
 Loss = dict[str, Any]
@@ -21,8 +22,6 @@ HUBER: Loss = {"objective": "huber", "alpha": 0.2}
 LINEAR_TREES = 80
 LEAST_LINEAR_ROWS = 300
 """Below this, leaves are too small for a slope of their own."""
-UNUSED = ("leaf_weight=", "leaf_count=", "internal_value=", "internal_weight=", "internal_count=", "tree_sizes=")
-"""Lines of LightGBM's text that no prediction reads: statistics, and sizes in bytes that would have to agree."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,15 @@ class Trees:
     limits: tuple[float, float] = (0.0, 0.0)
     """Least and largest value that linear leaves may answer."""
 
+    def __post_init__(self) -> None:
+        for text in (self.text, *filter(None, [self.linear_text])):
+            check_text(text, self.names)
+        if not -MOST_LOG <= self.limits[0] <= self.limits[1] <= MOST_LOG:
+            raise ValueError(f"expected limits of linear leaves inside +-{MOST_LOG:g}, ascending, got {self.limits}")
+
     @cached_property
-    def _boosters(self) -> list[Any]:
+    def boosters(self) -> list[Any]:
+        """LightGBM's models of constant and of linear leaves."""
         import lightgbm
         from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
@@ -48,7 +54,7 @@ class Trees:
     def log_ratio(self, derived: Columns) -> np.ndarray:
         """Return the log of time over baseline."""
         matrix = np.stack([derived[name] for name in self.names], axis=1)
-        found = [np.asarray(b.predict(matrix, num_threads=1), dtype=np.float64) for b in self._boosters]
+        found = [np.asarray(b.predict(matrix, num_threads=1), dtype=np.float64) for b in self.boosters]
         return found[0] if len(found) == 1 else 0.5 * (found[0] + np.clip(found[1], *self.limits))
 
 
@@ -85,5 +91,4 @@ def _grow(matrix: np.ndarray, names: Names, target: np.ndarray, params: FitParam
         "verbosity": -1,
     }
     data = lightgbm.Dataset(matrix, target, feature_name=list(names), params=settings)
-    text = str(lightgbm.train(settings, data, 60 if small else trees).model_to_string())
-    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(UNUSED))
+    return stored_text(lightgbm.train(settings, data, 60 if small else trees))

@@ -9,6 +9,7 @@ from typing import Any
 
 from profiler.errors import RoutePackError
 from profiler.params import EXCHANGES
+from profiler.readers import read_yaml
 
 LAYOUT = "<framework>/<version>/<op>_perf.txt or <framework>-<version>/<op>_perf.parquet, with system.yaml"
 RENAMED = {"wideep_deepep_normal_perf": "deepep_normal_perf"}
@@ -89,16 +90,11 @@ def _newest_first(names: Iterable[str]) -> list[str]:
 
 def read_system(folder: Path) -> dict[str, Any]:
     """Read the peaks and link rates of the GPU; an empty mapping where no such file is found."""
-    import yaml
-
     folder = folder.resolve()
     name = f"{folder.name}.yaml"
     named = (folder / "system.yaml", folder / name, folder.parent / name, folder.parent.parent / name)
     path = next((path for path in named if path.is_file()), None)
     if path is None:
         return {}
-    try:
-        system = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RoutePackError(f"System file {path} cannot be read: {str(error).splitlines()[0]}.") from None
+    system = read_yaml(path, "System file")
     return system if isinstance(system, dict) else {}

@@ -212,14 +212,10 @@ def gains(model: OperationModel) -> dict[str, float]:
 
     Of trees with linear leaves beside constant ones, the constant ones speak.
     """
-    import lightgbm
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
     trees = model.known.trees or model.unseen.trees
     if trees is None:
         return {}
-    with threadpool_limits(1, user_api="openmp"):
-        booster = lightgbm.Booster(model_str=trees.text)
+    booster = trees.boosters[0]
     gain = pd.Series(booster.feature_importance("gain"), booster.feature_name())
     share = 100 * gain / gain.sum()
     return {} if share.isna().any() else share.sort_values(ascending=False, kind="stable").to_dict()

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from profiler.errors import RoutePackError
-from profiler.files import read_json
+from profiler.readers import read_json
 
 PARTS = ("attention_s", "experts_s", "exchange_s", "rest_s")
 COLUMNS = ("step", "step_time_s", *PARTS, "plan")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from profiler.errors import RoutePackError, explained
+from profiler.readers import read_npz
 
 if TYPE_CHECKING:
     from profiler import ModelSpec
@@ -40,6 +41,8 @@ EXPECTED = {
 }
 """What an axis of another size should have been."""
 _LOG = logging.getLogger("routepack_tune")
+MAX_BYTES = 16 << 30
+"""What the arrays of one step may take."""
 LEAST_ZEROS = 16
 """Fewer zeros at the ends of top-1 samples may be routes by chance."""
 STALE_RUN_TOKENS = 16
@@ -55,12 +58,11 @@ def load_step_batch(path: Path | str, spec: ModelSpec, max_tokens: int | None = 
         If the file is missing, truncated or pickled, an array is missing or of the wrong shape or type, a value cannot
         be right for ``spec``, or a sample is longer than ``max_tokens``.
     """
-    from costmodels.tables import read_npz
     from search import check_lengths
 
     if Path(path).is_dir():
         raise RoutePackError(f"Step batch {path} is a folder. Give one .npz of it.")
-    batch = batch_from_arrays(read_npz(path, "Step batch", LAYOUT), spec, str(path))
+    batch = batch_from_arrays(read_npz(path, "Step batch", LAYOUT, MAX_BYTES), spec, str(path))
     if max_tokens is not None:
         with explained(f"{path}: "):
             check_lengths(batch, max_tokens)

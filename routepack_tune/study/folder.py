@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError
-from profiler.files import check_place, file_hash, read_json, write_bytes, write_json
-from routepack_tune.bundle import COST_MODEL_FILE, cost_model_header
+from profiler.files import check_place, file_hash, write_bytes, write_json
+from profiler.readers import read_json
+from routepack_tune.bundle import COST_MODEL_FILE, cost_model_header, dtype_of
 from routepack_tune.environment import environment
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def begin_study(
             "sha256": hashes[COST_MODEL_FILE],
             "data_hash": header.get("data_hash"),
             "half_log": stated_half_log(header),
+            "dtype": dtype_of(header),
         },
         "workload": workload_statistics(task.names, task.batches),
         "environment": environment(),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, read_json, write_json, write_text
+from profiler.files import check_place, content_hash, write_json, write_text
+from profiler.readers import read_json
 from profiler.redact import redacted
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, cost_model_header, typed_parts, write_bundle
 from routepack_tune.config import Config, load_config
@@ -226,7 +227,8 @@ def _planner_of_study(study: Path, document: dict[str, Any], exported: dict[str,
     settings, cap = document["config"], exported["max_tokens"]
     spec, topology, params = typed_parts(settings["model"], settings["topology"], exported["params"], f"Study {study}")
     tables = StepTables.load(study / tables_file(cap, settings["max_tokens_per_microbatch"]))
-    planner = Planner(spec, topology, cap, params, tables, DeviceFingerprint.from_dict(document["fingerprint"]))
+    device, dtype = DeviceFingerprint.from_dict(document["fingerprint"]), document["cost_model"].get("dtype", "")
+    planner = Planner(spec, topology, cap, params, tables, device, dtype)
     batch = load_step_batch(study / RECHECK_FILE, spec)
     with explained(f"What {study} exports fails its re-check: ", " Tune again."):
         plan = planner.plan(batch, seed=1)

@@ -18,7 +18,7 @@ from urllib.request import url2pathname
 
 from profiler.errors import RoutePackError
 from profiler.extras import extras_named
-from profiler.files import read_json
+from profiler.readers import read_json
 from profiler.redact import redacted
 from routepack_tune.config import check_tracking_uri
 from routepack_tune.tracking.database import ARTIFACTS, beside_database, database_path, make_database

@@ -36,14 +36,24 @@ def to_physical(state: ExpertState, plan: Plan, layer_of: Callable[[str], int]) 
     Parameters
     ----------
     layer_of
-        The MoE layer (its number among MoE layers) of a tensor, from its name.
+        The MoE layer (its number among MoE layers; ``plan.model.moe_layers`` holds those among all) of a tensor, from
+        its name.
     """
+    _check(plan)
     return _reordered(state, plan.physical_to_logical(), layer_of, LOGICAL, plan.placement_id)
 
 
 def to_logical(state: ExpertState, plan: Plan, layer_of: Callable[[str], int]) -> ExpertState:
     """Return state in logical order; the inverse of :func:`to_physical` for the same plan."""
+    _check(plan)
     return _reordered(state, plan.placement_LE, layer_of, plan.placement_id, LOGICAL)
+
+
+def _check(plan: Plan) -> None:
+    """Refuse what is no sound plan: weights would be lost or doubled without any error."""
+    from search.plan import check_form
+
+    check_form(plan)
 
 
 def _reordered(

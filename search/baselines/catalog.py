@@ -21,6 +21,7 @@ from search.baselines.frameworks import (
     relibra_placement,
 )
 from search.baselines.routepack import solve_open_instruct, solve_routepack
+from search.checks import check_packing, check_placement
 from search.evaluate import Evaluation, evaluate
 from search.packing.bins import Packing, pack_ffd, pack_karmarkar_karp, sample_flops
 from search.placement.lpt import identity_placement, lpt_placement, placement_of_ranks, ranks_of_slots
@@ -81,12 +82,14 @@ def place_baseline(problem: Problem, name: str, old_LE: np.ndarray | None = None
     found_LE = PLACEMENTS[name.rsplit(" + ", 1)[1]](problem)
     if old_LE is None:
         return found_LE
+    check_placement(old_LE, problem.num_layers, problem.num_experts)
     ranks_LE, old_ranks_LE = (ranks_of_slots(placement_LE, problem.num_ranks) for placement_LE in (found_LE, old_LE))
     return placement_of_ranks(nearer_home(ranks_LE, old_ranks_LE, problem.num_ranks), problem.num_ranks, old_LE)
 
 
 def price_packing(problem: Problem, packing: Packing, placement_LE: np.ndarray) -> Evaluation:
     """Price a packing; one that exceeds the cap by continued tables."""
+    check_packing(*packing[:2], problem.num_samples, packing[2], problem.num_slots)
     largest = largest_cell_tokens(problem, packing)
     if largest > problem.max_tokens:
         problem = beyond_cap(problem, largest)

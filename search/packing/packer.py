@@ -19,6 +19,8 @@ LEG_PROPOSALS = 4096
 """Proposals at one temperature between two looks at the budget."""
 AMPLE = 200
 """Proposals a sample from which on a chain starts as hot as it is told; with fewer it could not cool what it stirs."""
+HOTTEST_NS = 2**50
+"""A temperature at which everything is accepted, and whose product with a random number fits 64 bits."""
 
 
 def pack_costs(problem: Problem, rank_LE: np.ndarray) -> PackCosts:
@@ -137,7 +139,7 @@ class PackChain:
     def _anneal(self, temperature_ns: int) -> None:
         """Make a leg of proposals at one temperature."""
         before = int(self.best[0])
-        draws = (self.rng, temperature_ns, LEG_PROPOSALS, self._limits)
+        draws = (self.rng, min(temperature_ns, HOTTEST_NS), LEG_PROPOSALS, self._limits)
         priced, _ = anneal(self.costs, self.state, self._best_cells, *draws, self.best, self._refused)
         self.proposals += LEG_PROPOSALS
         self.priced += priced

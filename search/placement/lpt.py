@@ -31,11 +31,8 @@ def lpt_layer(totals, num_ranks):
 def first_ranks(problem: Problem, ranks_per_node: int = 0) -> np.ndarray:
     """Return the rank of every expert by LPT on step totals, [L, E]; nodes first, then ranks, where nodes are given."""
     totals, per_node = problem.counts.sum(axis=0, dtype=np.int64), ranks_per_node or problem.num_ranks
-    nodes, rest = divmod(problem.num_ranks, per_node)
-    if rest:
-        raise RoutePackError(
-            f"ranks_per_node = {per_node} does not divide the {problem.num_ranks} EP ranks of a block. Give a divisor."
-        )
+    check_nodes(per_node, problem.num_ranks)
+    nodes = problem.num_ranks // per_node
     rank_LE = np.empty(totals.shape, np.int64)
     for ranks, loads in zip(rank_LE, totals, strict=True):
         node_of = lpt_layer(loads, nodes)
@@ -43,6 +40,14 @@ def first_ranks(problem: Problem, ranks_per_node: int = 0) -> np.ndarray:
             experts = np.flatnonzero(node_of == node)
             ranks[experts] = node * per_node + lpt_layer(loads[experts], per_node)
     return rank_LE
+
+
+def check_nodes(ranks_per_node: int, num_ranks: int) -> None:
+    """Refuse nodes that do not hold equally many EP ranks; 0 is no node."""
+    if ranks_per_node and num_ranks % ranks_per_node:
+        raise RoutePackError(
+            f"ranks_per_node = {ranks_per_node} does not divide the {num_ranks} EP ranks of a block. Give a divisor."
+        )
 
 
 def lpt_placement(problem: Problem) -> np.ndarray:

@@ -12,17 +12,20 @@ import numpy as np
 
 from costmodels import StepTables
 from profiler import ModelSpec, RoutePackError, Topology
+from profiler.errors import explained
 from search.kernels import seed_state, unit_expert_rows
 from search.params import PlannerParams
 from search.placement.kernels import LayerCosts, improve_layer
 from search.placement.lpt import ranks_of_slots
-from search.plan import ExpertMoves, Plan
+from search.plan import ExpertMoves, Plan, PlannedModel, check_form
 from search.problem import Problem
 
 PLACEMENT_SHARE = 0.1
 """Most of a wall-clock budget that one placement pass may take."""
 ASSUMED_GBYTES_PER_S = 25.0
 """Bandwidth of one rank where neither settings nor measurements nor the device's facts say it."""
+DEAREST_MOVE_NS = 2**45
+"""Price of moving one expert above which nobody moves, so that sums of prices fit 64 bits."""
 
 
 class Residence(NamedTuple):
@@ -37,16 +40,29 @@ def residence_of(previous: Plan, problem: Problem) -> Residence:
 
     Stages move at the same time, and the objective adds up their layers: an expert costs its own move in it.
     """
-    old = (*previous.placement_LE.shape, previous.topology.expert_model_parallel_size)
-    new = (problem.num_layers, problem.num_experts, problem.num_ranks)
-    if old != new:
-        names = ("MoE layers", "experts", "expert_model_parallel_size")
-        name, had, has = next(odd for odd in zip(names, old, new, strict=True) if odd[1] != odd[2])
-        raise RoutePackError(f"Previous plan has {name} {had}, this job {has}. Give the previous plan of the same job.")
+    check_previous(previous, problem.spec, problem.topology)
     params = problem.params
     move_ns = expert_move_ns(problem.spec, problem.topology, problem.tables, params)
     price = params.stickiness * move_ns * problem.num_blocks / max(1.0, params.horizon_steps)
-    return Residence(ranks_of_slots(previous.placement_LE, problem.num_ranks), round(price))
+    return Residence(ranks_of_slots(previous.placement_LE, problem.num_ranks), min(round(price), DEAREST_MOVE_NS))
+
+
+def check_previous(previous: Plan, spec: ModelSpec, topology: Topology) -> None:
+    """Refuse what is no sound plan, whoever made it, or is one of another model or number of EP ranks."""
+    with explained("Previous plan: "):
+        check_form(previous)
+    old, new = previous.model, PlannedModel.of(spec)
+    had = (old.spec_hash, *previous.placement_LE.shape, previous.topology.expert_model_parallel_size)
+    has = (new.spec_hash, len(new.moe_layers), spec.num_experts, topology.expert_model_parallel_size)
+    if had != has:
+        words = [
+            f"{model.name} (shape {shape[0][:8]}: {shape[1]} MoE layers of {shape[2]} experts; "
+            f"expert_model_parallel_size {shape[3]})"
+            for model, shape in ((old, had), (new, has))
+        ]
+        raise RoutePackError(
+            f"Previous plan is of {words[0]}, this job is of {words[1]}. Give the last plan of the same job, or none."
+        )
 
 
 def expert_move_ns(spec: ModelSpec, topology: Topology, tables: StepTables, params: PlannerParams) -> float:

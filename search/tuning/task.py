@@ -7,7 +7,6 @@ the user allows several caps.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,12 +15,14 @@ from typing import Any, Literal
 from costmodels import StepTables
 from profiler import ModelSpec, RoutePackError, Topology
 from profiler.files import canonical_json
+from profiler.params import MOST_SEED, MOST_TOKENS, check_number, check_settings
 from search.params import PlannerParams, Range, tunable_ranges
 from search.problem import StepBatch
 
 SAMPLERS = ("tpe", "gp", "cmaes")
 CAP = "max_tokens"
 """Name of the microbatch cap among the knobs."""
+MOST_CAPS = 16
 _SHOWN = 4
 """Names shown of a list of differences."""
 _WORDS = {
@@ -58,13 +59,18 @@ class TuneParams:
     """MLflow experiment the study's runs belong to."""
 
     def __post_init__(self) -> None:
+        check_settings(self, {"holdout_share": (0, 0.99), "holdout_seeds": (1, 1000)})
+        if self.hidden_planning_s is not None:
+            check_number("hidden_planning_s", self.hidden_planning_s, 0, 1e6)
+        if not isinstance(self.caps, tuple) or len(set(self.caps)) != len(self.caps) or len(self.caps) > MOST_CAPS:
+            raise ValueError(
+                f"Expected caps to be at most {MOST_CAPS} numbers of tokens, none twice, got {self.caps!r:.80}."
+            )
+        for cap in self.caps:
+            check_number("every cap", cap, 1, MOST_TOKENS, whole=True)
         checks = [
-            ("holdout_share", "in [0, 1)", 0 <= self.holdout_share < 1),
-            ("holdout_seeds", ">= 1", self.holdout_seeds >= 1),
-            ("hidden_planning_s", ">= 0 and finite", 0 <= (self.hidden_planning_s or 0) < math.inf),
             ("sampler", f"one of {', '.join(SAMPLERS)}", self.sampler in SAMPLERS),
             ("sampler", "tpe or gp with two_objectives", not (self.two_objectives and self.sampler == "cmaes")),
-            ("caps", ">= 1 token", all(cap >= 1 for cap in self.caps)),
             ("experiment", "a name", 0 < len(self.experiment.strip()) <= 250 and self.experiment.isprintable()),
         ]
         for name, wanted, holds in checks:
@@ -89,6 +95,9 @@ class TuneTask:
     """Frozen times for every further cap of ``params.caps``."""
     enqueue: tuple[Mapping[str, Any], ...] = ()
     """Settings of knobs inside ``space`` to try right after the defaults, such as the best of other clusters."""
+
+    def __post_init__(self) -> None:
+        check_number("seed", self.seed, 0, MOST_SEED, whole=True)
 
     @property
     def num_holdout(self) -> int:

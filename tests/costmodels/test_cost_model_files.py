@@ -1,6 +1,7 @@
 """What is saved is what was fitted: same bits back, same bytes again, damage noticed."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -138,3 +139,17 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 def test_step_tables_survive_a_file(fitted, tmp_path):
     fitted.tables.save(tmp_path / "tables.npz")
     assert StepTables.load(tmp_path / "tables.npz").tables_hash == fitted.tables.tables_hash
+
+
+def test_sizes_that_cannot_divide_the_model_are_refused_before_any_work(fitted, saved, synthetic, tmp_path):
+    wrong = Topology(data_parallel_size=3, expert_model_parallel_size=3)
+    with pytest.raises(RoutePackError, match=r"= 3 cannot divide .* Nearest"):
+        fit_cost_model([], fitted.spec, wrong, fitted.max_tokens, synthetic.fast)
+    with pytest.raises(RoutePackError, match=r"= 3 cannot divide .* Nearest"):
+        freeze_tables(fitted, fitted.spec, wrong, fitted.max_tokens)
+    folder = shutil.copytree(saved, tmp_path / "costmodel")
+    header = json.loads((folder / "costmodel.json").read_text())
+    header["topology"] |= {"data_parallel_size": 3, "expert_model_parallel_size": 3}
+    (folder / "costmodel.json").write_text(json.dumps(header))
+    with pytest.raises(RoutePackError, match=r"= 3 cannot divide .* Nearest"):
+        CostModel.load(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,14 +12,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from edits import edited, said, set_at
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from patience import PATIENCE_S
 
-from profiler import DeviceFingerprint, RoutePackError, compare_fingerprints, fingerprint_device
+from profiler import DeviceFingerprint, RoutePackError, Topology, compare_fingerprints, fingerprint_device
 from profiler.files import content_hash
 from routepack_tune import bundle as bundles
 from routepack_tune import load_planner, load_step_batch
 from routepack_tune.bundle import json_that_is_yaml, untuned_planner, write_bundle
 from routepack_tune.cli import main
+from search import StopCriterion
 
 H200 = DeviceFingerprint("cuda", "nvidia", "sm_90", "NVIDIA H200", 132, 141, "NVLink 450 GB/s", 8, {}, "measured")
 
@@ -89,13 +94,13 @@ def test_batch_errors_name_the_sample(bundle, job):
 @pytest.mark.parametrize(
     ("changes", "rehash", "words"),
     [
-        ({"schema_version": 2}, True, "schema_version 2"),
+        ({"schema_version": 9}, True, "schema_version 9"),
         ({"max_tokens_per_microbatch": 512}, False, "content_hash"),
         ({"max_tokens_per_microbatch": 512}, True, "another model, topology or cap"),
         ({"files": {"../tables.npz": "0"}}, True, "no other file is read"),
         ({"files": {"/etc/passwd": "0"}}, True, "no other file is read"),
         ({"params": {"nonsense": 1}}, True, "nonsense"),
-        ({"params": {"max_iterations": 0}}, True, "max_iterations >= 1"),
+        ({"params": {"max_iterations": 0}}, True, "max_iterations to be an integer from 1"),
         ({"topology": {"data_parallel_size": 0}}, True, "data_parallel_size"),
         ({"fingerprint": {"kind": "cpu"}}, True, "fingerprint"),
     ],
@@ -104,6 +109,73 @@ def test_edited_bundles_are_refused(bundle, changes, rehash, words):
     edit(bundle, rehash, **changes)
     with pytest.raises(RoutePackError, match=words):
         load_planner(bundle)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("model", "num_experts"), 2**63, "num_experts|64 bits"),
+        (("model", "num_experts"), "8", "num_experts"),
+        (("model", "top_k"), 4, "another model, topology or cap"),
+        (("model", "moe_layers"), [True], "model"),
+        (("topology", "expert_model_parallel_size"), 1, "another model, topology or cap"),
+        (("topology", "data_parallel_size"), 2**62, "data_parallel_size"),
+        (("max_tokens_per_microbatch",), True, "max_tokens_per_microbatch"),
+        (("params", "starts"), 600, "starts to be an integer from 1 to 64"),
+        (("params", "sequence_alignment"), 512, "beyond the cap of 256"),
+        (("params", "ranks_per_node"), 3, "ranks_per_node = 3 does not divide"),
+        (("params", "padding_routes"), "constant 8", "experts 0 to 7"),
+        (("params", "hot_temperature"), None, "hot_temperature"),
+        (("notes",), ["faster"], "notes are not those"),
+        (("notes",), "x", "notes"),
+        (("provenance",), [], "provenance"),
+        (("provenance", "tables_hash"), "0" * 64, "provenance names tables"),
+        (("provenance", "default_params"), {"nonsense": 1}, "nonsense"),
+        (("provenance", "default_params"), {"starts": -1}, "starts"),
+        (("provenance", "hidden_planning_s"), -1.0, "hidden_planning_s"),
+        (("provenance", "cost_model"), {"half_log": {"experts": "wide"}}, "half_log"),
+        (("provenance", "data_hashes"), [1], "data_hashes"),
+        (("provenance", "long"), "x" * 2**22, "characters"),
+        (("fingerprint", "units"), "many", "units"),
+        (("fingerprint", "software"), {"torch": 2}, "software|torch"),
+        (("dtype",), 16, "dtype"),
+        (("surplus",), 1, "surplus"),
+    ],
+)
+def test_bundles_that_contradict_themselves_are_refused(bundle, place, value, words):
+    document = json.loads((bundle / "planner.yaml").read_text())
+    set_at(document, place, value)
+    edit(bundle, rehash=True, **document)
+    with pytest.raises(RoutePackError, match=words) as caught:
+        load_planner(bundle)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def edited_bundle(make_job):
+    job = make_job()
+    made = untuned_planner(job.costmodel, job.settings())
+    known = {"study": "s", "trial": 1, "tables_hash": made.tables.tables_hash, "hidden_planning_s": 2.0}
+    folder = write_bundle(job.folder / "bundle", made, known)
+    return folder, json.loads((folder / "planner.yaml").read_text()), job.step
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_edited_bundles_are_refused_or_plan(edited_bundle, data):
+    folder, document, step = edited_bundle
+    changed = data.draw(edited(document, keep=("schema_version", "fingerprint")))
+    if data.draw(st.booleans()):
+        changed.pop("content_hash", None)
+        with contextlib.suppress(ValueError):
+            changed["content_hash"] = content_hash(changed)
+    (folder / "planner.yaml").write_text(json.dumps(changed))
+    planner, refused = said(lambda: load_planner(folder, warm_up=False))
+    if planner is None:
+        assert "\n" not in refused
+        return
+    assert (planner.topology, planner.max_tokens) == (Topology(2, expert_model_parallel_size=2), 256)
+    assert planner.plan(step, stop=StopCriterion(max_iterations=1)).num_rows >= 1
 
 
 def test_damaged_files_are_refused(bundle, tmp_path):

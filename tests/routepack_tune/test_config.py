@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from profiler import RoutePackError
+from costmodels import FitParams
+from profiler import ProfileParams, RoutePackError, Topology
 from routepack_tune.config import load_config, parse_config
+from search import PlannerParams, TuneParams
 
 
 def write(job, text):
@@ -55,7 +58,7 @@ def test_model_path_is_relative_to_the_file(job, monkeypatch):
         (GOOD.replace("1024", "true"), ["integer", "True"]),
         (GOOD + "planner: {hot_temperature: .inf}\n", ["planner.hot_temperature", "inf"]),
         (GOOD + "planner: {max_iterations: 2.5}\n", ["planner.max_iterations", "2.5"]),
-        (GOOD + "planner: {max_iterations: 0}\n", ["max_iterations >= 1", "got 0"]),
+        (GOOD + "planner: {max_iterations: 0}\n", ["max_iterations to be an integer from 1 to", "got 0"]),
         (GOOD + "planner: 3\n", ["planner", "mapping"]),
         (GOOD.replace("8}", "x}"), ["topology.data_parallel_size", "'x'"]),
         (GOOD.replace("8}", "8, expert_model_parallel_size: 3}"), ["must divide", "Nearest sizes of a block: 2 or 4"]),
@@ -120,3 +123,49 @@ def test_passwords_never_reach_files():
         with pytest.raises(RoutePackError) as caught:
             parse_config({**data, "tune": {key: value}}, ".", "here")
         assert "secret" not in str(caught.value)
+
+
+SETTINGS = [Topology, PlannerParams, ProfileParams, FitParams, TuneParams]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [(kind, field) for kind in SETTINGS for field in dataclasses.fields(kind)],
+    ids=lambda value: getattr(value, "__name__", None) or value.name,
+)
+def test_no_setting_takes_another_type_or_an_absurd_value(settings, field):
+    wrong = [[], {}, b"x", 1j, object()]
+    if field.type != "str":
+        wrong += ["1", "", float("nan"), float("inf"), -float("inf"), 2**62, 10**400, -1]
+    if field.type in ("int", "float"):
+        wrong += [True, None]
+    if field.type == "str":
+        wrong += [1, None, "two\nlines", "x" * 2000]
+    for value in wrong:
+        with pytest.raises(ValueError, match=field.name.removesuffix("s")) as caught:
+            settings(**{field.name: value})
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (GOOD + "planner: {starts: 600}\n", ["starts", "from 1 to 64", "600"]),
+        (GOOD.replace("1024", str(2**62)), ["max_tokens_per_microbatch", "16777216"]),
+        (GOOD.replace("8}", f"{2**40}}}"), ["data_parallel_size", "1048576"]),
+        (GOOD.replace("8}", "524288, context_parallel_size: 524288}"), ["A stage of 274877906944 ranks"]),
+        (GOOD + f"tune: {{caps: [{2**40}]}}\n", ["every cap", str(2**40)]),
+        (GOOD + "tune: {caps: [1, 1]}\n", ["caps", "none twice"]),
+        (GOOD + "fit: {num_trees: 1000000000}\n", ["num_trees", "10000"]),
+        (GOOD + "profile: {seed: -1}\n", ["seed", "-1"]),
+        (GOOD + "planner: {equal_samples: 1}\n", ["equal_samples", "boolean"]),
+        (GOOD + "planner: {link_gbytes_per_s: 1.0e-300}\n", ["link_gbytes_per_s", "at least 0.001"]),
+    ],
+)
+def test_absurd_sizes_are_refused_with_their_range(job, text, words):
+    with pytest.raises(RoutePackError) as caught:
+        load_config(write(job, text))
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)

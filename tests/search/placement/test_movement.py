@@ -177,7 +177,7 @@ def test_previous_plan_of_other_ranks_is_refused():
     first = plan(make_case())
     batch, _, spec = make_case()
     other = TOPOLOGIES[1]
-    with pytest.raises(RoutePackError, match="expert_model_parallel_size 4, this job 2"):
+    with pytest.raises(RoutePackError, match=r"expert_model_parallel_size 4\).*expert_model_parallel_size 2\)"):
         plan_step(
             batch, make_tables(np.random.default_rng(1), spec, other, 64), spec, other, 64, PARAMS, previous=first
         )
