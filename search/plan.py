@@ -19,7 +19,7 @@ import numpy as np
 from profiler import RoutePackError, Topology
 from profiler.errors import explained
 from profiler.files import canonical_json, content_hash, write_json
-from profiler.readers import read_json
+from profiler.readers import build, read_json
 from search.checks import check_packing, check_placement
 from search.plan_file import (
     PLAN_SCHEMA_VERSION,
@@ -172,6 +172,7 @@ def check_form(plan: Plan) -> None:
     """Raise :class:`RoutePackError` where the parts of a plan contradict one another; nothing else is looked at."""
     if not isinstance(plan, Plan):
         raise RoutePackError(f"Expected a Plan, got {type(plan).__name__}. Plan.load(path) reads one.")
+    _check_types(plan)
     topology, samples = plan.topology, len(plan.sample_ids)
     check_packing(plan.row_N, plan.slot_N, samples, plan.num_rows, topology.data_parallel_size)
     cells = np.zeros((plan.num_rows, topology.data_parallel_size), np.int64)
@@ -220,6 +221,36 @@ def check_form(plan: Plan) -> None:
             raise RoutePackError(said)
     check_placement(plan.placement_LE, layers, experts)
     _check_moves(plan)
+
+
+def _check_types(plan: Plan) -> None:
+    """Refuse parts of another type: only those that were read from a file have been through its schema."""
+    parts = {
+        "topology": Topology,
+        "model": PlannedModel,
+        "predicted": StepTime,
+        "default": StepTime,
+        "moves": ExpertMoves,
+    }
+    for name, kind in parts.items():
+        value = getattr(plan, name)
+        if not isinstance(value, kind):
+            raise RoutePackError(f"Expected {name} to be of type {kind.__name__}, got {type(value).__name__}.")
+        build(kind, {one.name: getattr(value, one.name) for one in fields(kind)}, name)
+    kinds = {
+        "num_rows": int,
+        "max_tokens": int,
+        "total_tokens": int,
+        "lower_bound_s": float,
+        "counters": dict[str, int],
+    }
+    for name, annotation in {
+        **kinds,
+        "sample_ids": tuple[str, ...],
+        "notes": tuple[str, ...],
+        "provenance": dict,
+    }.items():
+        build(annotation, getattr(plan, name), name)
 
 
 def _check_moves(plan: Plan) -> None:
