@@ -23,8 +23,9 @@ from costmodels.params import FitParams
 from costmodels.tables import StepTables
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
 from profiler.errors import explained
-from profiler.files import content_hash, new_folder, write_json
+from profiler.files import content_hash, write_json
 from profiler.params import MOST_TOKENS, check_number, check_sizes
+from profiler.places import new_folder, read_folder
 from profiler.readers import build, read_json
 
 SCHEMA_VERSION = 4
@@ -201,7 +202,11 @@ class CostModel:
         RoutePackError
             If a file is missing, damaged, changed since it was written, or of a newer schema.
         """
-        header, folder = read_header(folder), Path(folder)
+        return read_folder(folder, lambda: cls._load(Path(folder)))
+
+    @classmethod
+    def _load(cls, folder: Path) -> CostModel:
+        header = read_header(folder)
         with explained(f"Cost model {folder} is damaged: ", ". Run `routepack fit` again.", of=ValueError):
             models = [load_model(folder, entry) for entry in header.operations.values()]
             if not models:

@@ -10,6 +10,7 @@ Lines are JSON objects with one key: ``header``, ``rows`` (of one case), ``ancho
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import warnings
@@ -25,6 +26,7 @@ from profiler.errors import RoutePackError
 from profiler.files import canonical_json
 from profiler.measurements import FILE_NAME, check_row
 from profiler.params import ProfileParams
+from profiler.places import writing
 from profiler.readers import build, parse_json, read_bytes
 
 JOURNAL_NAME, LOCK_NAME = "cases.jsonl", ".lock"
@@ -98,10 +100,13 @@ class Journal:
     def add(self, **line: Any) -> None:
         """Write one line, as ``add(rows=[...])``, and hold what it says."""
         if self.folder:
-            self._stream = self._stream or open(self.folder / JOURNAL_NAME, "ab")  # noqa: SIM115 (closed at the end)
-            self._stream.write(canonical_json(line).encode() + b"\n")
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
+            with writing(path := self.folder / JOURNAL_NAME):
+                # Not buffered: what a full disk refuses is not tried again when the file is closed.
+                self._stream = self._stream or open(path, "ab", buffering=0)  # noqa: SIM115 (closed at the end)
+                text = canonical_json(line).encode() + b"\n"
+                if self._stream.write(text) != len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(self._stream.fileno())
         self._take(line)
 
     def _take(self, line: dict[str, Any]) -> None:

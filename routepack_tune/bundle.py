@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, file_hash, new_folder, write_text
+from profiler.files import content_hash, file_hash, write_text
+from profiler.places import check_place, new_folder, read_folder
 from routepack_tune.job import Job, check_job
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
@@ -110,7 +111,7 @@ def load_planner(
     from routepack_tune.bundle_file import read_bundle
 
     folder, registered = bundle_folder(path)
-    document, tables = read_bundle(folder)
+    document, tables = read_folder(folder, lambda: read_bundle(folder))
     planner = Planner(
         spec=document.model,
         topology=document.topology,

@@ -115,9 +115,9 @@ def read_bundle(folder: Path) -> tuple[BundleDocument, StepTables]:
 def check_parts(document: BundleDocument, tables: StepTables) -> None:
     """Refuse parts of a bundle that contradict one another."""
     job = document.model, document.topology, document.max_tokens_per_microbatch
+    check_job_parts(*job, document.params)
     if not tables.key == document.tables_key == tables_key(*job):
         raise RoutePackError("its tables are for another model, topology or cap. Run `routepack fit` and `tune` again.")
-    check_job_parts(*job, document.params)
     check_tables(tables, *job)
     if tables.max_tokens != job[2]:
         raise RoutePackError(f"its tables are for cells of {tables.max_tokens} tokens, it states a cap of {job[2]}.")

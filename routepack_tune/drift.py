@@ -21,7 +21,8 @@ import numpy as np
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, file_hash, write_json
+from profiler.files import file_hash, write_json
+from profiler.places import check_place
 from routepack_tune.bundle import (
     PLANNER_FILE,
     bundle_folder,

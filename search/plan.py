@@ -19,7 +19,7 @@ import numpy as np
 from profiler import RoutePackError, Topology
 from profiler.errors import explained
 from profiler.files import canonical_json, content_hash, write_json
-from profiler.readers import read_json
+from profiler.readers import build, read_json
 from search.checks import check_packing, check_placement
 from search.plan_file import (
     PLAN_SCHEMA_VERSION,
@@ -172,6 +172,7 @@ def check_form(plan: Plan) -> None:
     """Raise :class:`RoutePackError` where the parts of a plan contradict one another; nothing else is looked at."""
     if not isinstance(plan, Plan):
         raise RoutePackError(f"Expected a Plan, got {type(plan).__name__}. Plan.load(path) reads one.")
+    _check_types(plan)
     topology, samples = plan.topology, len(plan.sample_ids)
     check_packing(plan.row_N, plan.slot_N, samples, plan.num_rows, topology.data_parallel_size)
     cells = np.zeros((plan.num_rows, topology.data_parallel_size), np.int64)
@@ -222,15 +223,54 @@ def check_form(plan: Plan) -> None:
     _check_moves(plan)
 
 
+def _check_types(plan: Plan) -> None:
+    """Refuse parts of another type: only those that were read from a file have been through its schema."""
+    counters, texts = plan.counters, (plan.sample_ids, plan.notes)
+    kinds: dict[str, type] = {
+        "topology": Topology,
+        "model": PlannedModel,
+        "predicted": StepTime,
+        "default": StepTime,
+        "moves": ExpertMoves,
+        "num_rows": int,
+        "max_tokens": int,
+        "total_tokens": int,
+        "lower_bound_s": float,
+        "sample_ids": tuple,
+        "notes": tuple,
+        "counters": dict,
+        "provenance": dict,
+    }
+    for name, kind in kinds.items():
+        if type(value := getattr(plan, name)) is not kind:
+            raise RoutePackError(f"Expected {name} to be of type {kind.__name__}, got {value!r:.80}.")
+    for name in ("topology", "model", "predicted", "default"):
+        part = getattr(plan, name)
+        build(kinds[name], {one.name: getattr(part, one.name) for one in fields(part)}, name)
+    if not all(type(text) is str for part in texts for text in part):
+        raise RoutePackError("Expected sample_ids and notes to be text.")
+    if not all(type(name) is str and type(count) is int for name, count in counters.items()):
+        raise RoutePackError("Expected counters to be whole numbers by name.")
+
+
 def _check_moves(plan: Plan) -> None:
     """Refuse moves that are out of range, not in order, or do not lead to the placement."""
+    if not (told := plan.moves.experts):
+        return
+    try:
+        moves = np.array(told)
+    except (ValueError, OverflowError):
+        moves = np.empty(0)
+    if moves.ndim != 2 or moves.shape[1] != 4 or moves.dtype != np.int64:
+        raise RoutePackError("Expected moves of experts to be four whole numbers each.")
+    layer, expert, old, new = moves.T
     layers, experts = plan.placement_LE.shape
-    before: tuple[int, ...] = (-1, -1)
-    for layer, expert, old, new in plan.moves.experts:
-        inside = 0 <= layer < layers and 0 <= expert < experts and 0 <= old < experts
-        if not inside or (layer, expert) <= before or plan.placement_LE[layer, expert] != new or old == new:
-            raise RoutePackError(
-                f"The move of expert {expert} in MoE layer {layer} from slot {old} to {new} is out of range or order, "
-                "or does not lead to the plan's placement."
-            )
-        before = (layer, expert)
+    wrong = (layer < 0) | (layer >= layers) | (expert < 0) | (expert >= experts) | (old < 0) | (old >= experts)
+    where = np.where(wrong, 0, layer * experts + expert)
+    wrong |= (plan.placement_LE.ravel()[where] != new) | (old == new) | (np.diff(where, prepend=-1) <= 0)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise RoutePackError(
+            f"The move of expert {expert[i]} in MoE layer {layer[i]} from slot {old[i]} to {new[i]} is out of range or "
+            "order, or does not lead to the plan's placement."
+        )

@@ -14,21 +14,86 @@ from operators import Rng, change_bytes, one_of
 Arrays = dict[str, np.ndarray]
 EXTREMES = (0, 1, -1, 2, 255, 2**15, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63))
 FLOATS = (np.nan, np.inf, -np.inf, -0.0, 1e300, -1e300, 5e-324, 0.5)
-TYPES = ("f4", "f8", "?", "i1", "u1", "i2", "u2", "i4", "u8", ">i8", "c16", "U5", "S5", "M8[s]", "m8[ns]", "f2", "V8", "O")
+TYPES = (
+    "f4",
+    "f8",
+    "?",
+    "i1",
+    "u1",
+    "i2",
+    "u2",
+    "i4",
+    "u8",
+    ">i8",
+    "c16",
+    "U5",
+    "S5",
+    "M8[s]",
+    "m8[ns]",
+    "f2",
+    "V8",
+    "O",
+)
 SHAPES = (
-    "(-1,)", "(9223372036854775807,)", "(18446744073709551616,)", "(1000000000, 1000000000)", "(4000000000,)",
-    "(2147483648,)", "(500000000,)", "(0,)", "()", "(3", "None", "(3,)*9", "('3',)", "(3.5,)", "(True,)", "[3]",
-    "(" + "1," * 200 + ")", "(" * 3000 + ")" * 3000, "(1e9,)", "(100000000, 0)",
-)  # fmt: skip
+    "(-1,)",
+    "(9223372036854775807,)",
+    "(18446744073709551616,)",
+    "(1000000000, 1000000000)",
+    "(4000000000,)",
+    "(2147483648,)",
+    "(500000000,)",
+    "(0,)",
+    "()",
+    "(3",
+    "None",
+    "(3,)*9",
+    "('3',)",
+    "(3.5,)",
+    "(True,)",
+    "[3]",
+    "(" + "1," * 200 + ")",
+    "(" * 3000 + ")" * 3000,
+    "(1e9,)",
+    "(100000000, 0)",
+)
 DESCRS = (
-    "'<i8'", "'|O'", "'<U1000000000'", "'|S2147483647'", "'|V0'", "'<i3'", "''", "None", "'x'", "[('a', '<i8')]",
-    "[('a', '|O')]", "'<f16'", "'<M8[xx]'", "'<i8, <f8'", "('<i8', (100000000,))", "__import__('os')", "'" + "x" * 5000 + "'",
-)  # fmt: skip
+    "'<i8'",
+    "'|O'",
+    "'<U1000000000'",
+    "'|S2147483647'",
+    "'|V0'",
+    "'<i3'",
+    "''",
+    "None",
+    "'x'",
+    "[('a', '<i8')]",
+    "[('a', '|O')]",
+    "'<f16'",
+    "'<M8[xx]'",
+    "'<i8, <f8'",
+    "('<i8', (100000000,))",
+    "__import__('os')",
+    "'" + "x" * 5000 + "'",
+)
 HEADERS = (
-    "", "{", "}", "{'descr': '<i8'}", "{'descr': '<i8', 'fortran_order': 3, 'shape': (3,)}", "'''", "(" * 5000, "\\\n", "\x00",
-    "{'descr': '<i8', 'fortran_order': False, 'shape': (3,), 'more': 1}", "[1, 2]", "{1: 2}", "  x\n y", "\xff", "9" * 5000,
-    "-" * 5000 + "1", "{'descr': '<i8', 'fortran_order': False, 'shape': (3L,), }",
-)  # fmt: skip
+    "",
+    "{",
+    "}",
+    "{'descr': '<i8'}",
+    "{'descr': '<i8', 'fortran_order': 3, 'shape': (3,)}",
+    "'''",
+    "(" * 5000,
+    "\\\n",
+    "\x00",
+    "{'descr': '<i8', 'fortran_order': False, 'shape': (3,), 'more': 1}",
+    "[1, 2]",
+    "{1: 2}",
+    "  x\n y",
+    "\xff",
+    "9" * 5000,
+    "-" * 5000 + "1",
+    "{'descr': '<i8', 'fortran_order': False, 'shape': (3L,), }",
+)
 NAMES = ("../evil", "/evil", "a\x00b", "", "x" * 300, "é", "a/b", "\x1b[31m", "a\nb", "C:\\evil", "header", "lengths")
 
 
@@ -53,7 +118,9 @@ def change_array(rng: Rng, array: np.ndarray) -> tuple[np.ndarray, str]:
         flat, places = found.reshape(-1), rng.integers(0, array.size, count)
         told = []
         for place in places[:50] if count < array.size else [slice(None)]:
-            value = float(one_of(rng, FLOATS)) if array.dtype.kind == "f" and rng.random() < 0.5 else one_of(rng, EXTREMES)
+            value = (
+                float(one_of(rng, FLOATS)) if array.dtype.kind == "f" and rng.random() < 0.5 else one_of(rng, EXTREMES)
+            )
             if rng.random() < 0.35 and count < array.size:
                 value = flat[place] + one_of(rng, (-1, 1, 1000, -1000))
             with np.errstate(all="ignore"):
@@ -174,7 +241,9 @@ def _rezipped(rng: Rng, files: dict[str, bytes], name: str) -> tuple[bytes, str]
         new = one_of(rng, NAMES) + one_of(rng, (".npy", ""))
         return zipped([*listed, (new or "x", files[name])]), f"a member {new!r}"
     if kind == "many":
-        return zipped([*listed, *((f"m{i}.npy", files[name][:200]) for i in range(int(one_of(rng, (70, 5000)))))]), "many"
+        return zipped(
+            [*listed, *((f"m{i}.npy", files[name][:200]) for i in range(int(one_of(rng, (70, 5000)))))]
+        ), "many"
     if kind == "folder":
         return zipped([*listed, ("folder/", b"")]), "a folder inside"
     if kind == "suffix":
@@ -183,7 +252,9 @@ def _rezipped(rng: Rng, files: dict[str, bytes], name: str) -> tuple[bytes, str]
         head = header_bytes(f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({1 << 23},), }}")
         return zipped([(n, head + bytes(1 << 26) if n == name else c) for n, c in listed]), f"{name}: 64 MiB of zeros"
     if kind == "stored":
-        return zipped(listed, int(one_of(rng, (zipfile.ZIP_STORED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)))), "other method"
+        return zipped(
+            listed, int(one_of(rng, (zipfile.ZIP_STORED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)))
+        ), "other method"
     data = bytearray(zipped(listed))
     places = _entries(data, b"PK\x01\x02") if rng.random() < 0.7 else _entries(data, b"PK\x03\x04")
     central = data[places[0] + 2] == 1

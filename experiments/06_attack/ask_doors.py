@@ -1,4 +1,4 @@
-"""The doors of what a person writes: ``routepack.yaml``, a model's ``config.json``, and the command line over all doors."""
+"""The doors of what a person writes: ``routepack.yaml``, a model's ``config.json``, the command line over all doors."""
 
 from __future__ import annotations
 
@@ -15,27 +15,11 @@ import doors
 import fit_doors
 import judge
 import operators as op
-
-YAML_TEXTS = (
-    "a: &a [x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b]\n"
-    "d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c]\ne: &e [*d, *d, *d, *d, *d, *d, *d, *d, *d]\nf: &f [*e, *e, *e, *e, *e, *e, *e, *e]\n"
-    "g: &g [*f, *f, *f, *f, *f, *f, *f, *f, *f]\nh: &h [*g, *g, *g, *g, *g, *g, *g, *g, *g]\nmodel: *h\n",
-    "planner: &p {starts: *p}\n", "&a [*a]\n", "&a {x: *a}\n", "<<: &a {<<: *a}\n", "? [a, b]\n: 1\n", "? {a: 1}\n: 1\n",
-    "--- \n--- \n", "%YAML 1.2\n---\n", "%TAG ! tag:x,2000:\n---\n", "!!set {a, b}\n", "!!omap [a: 1]\n", "!!binary aGVsbG8=\n",
-    "!!python/object/apply:os.system [id]\n", "!!python/name:os.system\n", "!unknown x\n", "\t- x\n", "- x\n- y\n", "x\n", "|\n  text\n",
-    "[" * 3000 + "\n", "[" * 3000 + "]" * 3000 + "\n", "{a: " * 3000 + "}" * 3000 + "\n", "- " * 3000 + "x\n",
-    "".join(f"{' ' * i}a{i}:\n" for i in range(1500)), "a: 'x\n", 'a: "\\xZZ"\n', "@x\n", "`x`\n", "*nowhere\n", "\x00\n", "é: ü\n",
-)  # fmt: skip
-YAML_VALUES = (
-    "!!int ''", "!!int x", "!!float x", "!!bool x", "!!null x", "!!timestamp x", "!!timestamp 2024-13-45", "2024-13-45",
-    "2024-02-30T25:61:61Z", "2024-01-01", "12:30:45", "0o17", "017", "0b11", "0x1F", "1_000", "+1", "1e3", ".inf", "-.inf", ".nan",
-    "~", "null", "yes", "off", "On", "''", '""', "&x 3", "*x", "!!str 3", "!!binary '!!!'", "!!binary aGVsbG8=", "[1, 2", "{a: 1",
-    "1 2 3", "9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000, "1" + "0" * 400 + ".0", "1" * 5000 + "e5", "!!python/none", "|", ">-", "?",
-    "!<tag:yaml.org,2002:int> x", "190:20:30", "9" * 3000 + ":59", "0b" + "1" * 5000, "=", "<<", "!!merge x", "!!value =",
-)  # fmt: skip
+from values import YAML_TEXTS, YAML_VALUES
 
 
 def mutate_yaml(rng: op.Rng, case: Path) -> str:
+    """Change values (all that may be given), YAML's own spellings, text or bytes."""
     import yaml
 
     path, kind = case / "routepack.yaml", rng.random()
@@ -55,7 +39,10 @@ def mutate_yaml(rng: op.Rng, case: Path) -> str:
         text = "\n".join(lines) + "\n"
     elif kind < 0.8:
         new = op.one_of(rng, YAML_TEXTS)
-        text, said = op.one_of(rng, (new, new + text, text + new, text + "extra: \n  " + new.replace("\n", "\n  "))), new[:40]
+        text, said = (
+            op.one_of(rng, (new, new + text, text + new, text + "extra: \n  " + new.replace("\n", "\n  "))),
+            new[:40],
+        )
     elif kind < 0.9:
         text, said = op.change_text(rng, text)
     else:
@@ -67,6 +54,7 @@ def mutate_yaml(rng: op.Rng, case: Path) -> str:
 
 
 def walk_yaml(case: Path) -> None:
+    """Read the configuration, judge all of it, and plan with it."""
     from routepack_tune.bundle import untuned_planner
     from routepack_tune.config import load_config
 
@@ -84,6 +72,7 @@ def walk_yaml(case: Path) -> None:
 
 
 def mutate_model(rng: op.Rng, case: Path) -> str:
+    """Change the job's ``config.json`` or that of a shipped model."""
     from profiler.model_spec import MODELS
 
     path = case / "model" / "config.json"
@@ -93,15 +82,24 @@ def mutate_model(rng: op.Rng, case: Path) -> str:
 
 
 PLAIN = {
-    "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_key_value_heads",
-    "num_experts": "num_experts", "n_routed_experts": "num_experts", "num_local_experts": "num_experts",
-    "num_experts_per_tok": "top_k", "moe_intermediate_size": "moe_intermediate_size", "kv_lora_rank": "kv_lora_rank",
-    "q_lora_rank": "q_lora_rank", "num_hidden_layers": "num_layers", "v_head_dim": "v_head_dim",
-}  # fmt: skip
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "num_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "num_hidden_layers": "num_layers",
+    "v_head_dim": "v_head_dim",
+}
 """Keys of configurations that a spec holds as they are, where a file states them."""
 
 
 def walk_model(case: Path) -> None:
+    """Read the model, compare it with what is stated, and freeze tables where its kinds of layers are priced."""
     from costmodels import freeze_tables
     from profiler import Topology, load_model
 
@@ -112,7 +110,9 @@ def walk_model(case: Path) -> None:
     mla = stated.get("kv_lora_rank") is not None
     for key, name in PLAIN.items():
         if stated.get(key) is not None and not (mla and key == "num_key_value_heads"):
-            judge.holds(getattr(spec, name) == stated[key], f"{name} = {getattr(spec, name)!r:.40}, {key} {stated[key]!r:.40}")
+            judge.holds(
+                getattr(spec, name) == stated[key], f"{name} = {getattr(spec, name)!r:.40}, {key} {stated[key]!r:.40}"
+            )
     for key, value in stated.items():  # every size that is stated is a size
         if key in PLAIN or key in ("head_dim", "intermediate_size", "sliding_window", "n_shared_experts"):
             judge.holds(value is None or judge.whole(value, 0, 2**40), f"{key} = {value!r:.40}")
@@ -124,22 +124,60 @@ def walk_model(case: Path) -> None:
 
 Verb = tuple[Callable[[op.Rng, Path], str], Callable[[Path], list[str]]]
 VERBS: dict[str, Verb] = {
-    "plan step": (doors.mutate_step, lambda c: ["plan", f"{c}/step.npz", "--bundle", f"{c}/bundle", "--out", f"{c}/o.json"]),
+    "plan step": (
+        doors.mutate_step,
+        lambda c: ["plan", f"{c}/step.npz", "--bundle", f"{c}/bundle", "--out", f"{c}/o.json"],
+    ),
     "plan bundle": (
         doors.mutate_bundle,
-        lambda c: ["plan", f"{c}/steps/step1.npz", "--bundle", f"{c}/bundle", "--out", f"{c}/o.json", "--allow-mismatch"],
+        lambda c: [
+            "plan",
+            f"{c}/steps/step1.npz",
+            "--bundle",
+            f"{c}/bundle",
+            "--out",
+            f"{c}/o.json",
+            "--allow-mismatch",
+        ],
     ),
     "plan previous": (
         doors.mutate_plan,
-        lambda c: ["plan", f"{c}/steps/step1.npz", "--bundle", f"{c}/bundle", "--previous", f"{c}/plan.json", "--out", f"{c}/o.json"],
+        lambda c: [
+            "plan",
+            f"{c}/steps/step1.npz",
+            "--bundle",
+            f"{c}/bundle",
+            "--previous",
+            f"{c}/plan.json",
+            "--out",
+            f"{c}/o.json",
+        ],
     ),
     "plan config": (
         mutate_yaml,
-        lambda c: ["plan", f"{c}/steps/step1.npz", "--costmodel", f"{c}/costmodel", "--config", f"{c}/routepack.yaml", "--out", f"{c}/o.json"],
+        lambda c: [
+            "plan",
+            f"{c}/steps/step1.npz",
+            "--costmodel",
+            f"{c}/costmodel",
+            "--config",
+            f"{c}/routepack.yaml",
+            "--out",
+            f"{c}/o.json",
+        ],
     ),
     "plan tables": (
         doors.mutate_tables,
-        lambda c: ["plan", f"{c}/steps/step1.npz", "--costmodel", f"{c}/costmodel", "--config", f"{c}/routepack.yaml", "--out", f"{c}/o.json"],
+        lambda c: [
+            "plan",
+            f"{c}/steps/step1.npz",
+            "--costmodel",
+            f"{c}/costmodel",
+            "--config",
+            f"{c}/routepack.yaml",
+            "--out",
+            f"{c}/o.json",
+        ],
     ),
     "deploy": (doors.mutate_study, lambda c: ["deploy", f"{c}/study", "--out", f"{c}/o"]),
     "check": (
@@ -150,19 +188,33 @@ VERBS: dict[str, Verb] = {
         fit_doors.mutate_published,
         lambda c: ["profile", "--config", f"{c}/routepack.yaml", "--published", f"{c}/published", "--out", f"{c}/o"],
     ),
-}  # fmt: skip
+}
 """By name: how an input is changed, and the arguments. What writes to MLflow takes seconds and is left out."""
 ARGUMENTS = {
     "--seed": ("-1", "1e3", "x", "", str(2**63), str(2**64), "9" * 5000, "0.5", "nan"),
     "--max-runtime": ("-1", "0", "nan", "inf", "-inf", "x", "", "1e-320", "1e400", "9" * 5000),
     "--max-iterations": ("-1", "0", "x", "1.5", "nan", ""),
-    "--previous": ("", ".", "/", "/dev/null", "no\x1b[31msuch", "a\nb", "x" * 300, "x" * 5000, "{}", "~", "$HOME", "é\udcff"),
+    "--previous": (
+        "",
+        ".",
+        "/",
+        "/dev/null",
+        "no\x1b[31msuch",
+        "a\nb",
+        "x" * 300,
+        "x" * 5000,
+        "{}",
+        "~",
+        "$HOME",
+        "é\udcff",
+    ),
     "--bundle": ("", ".", "/", "/dev/null", "a\nb", "models:/", "models:/x", "x" * 5000, "é\udcff"),
     "--out": ("", ".", "/", "/dev/null", "/proc/x", "x" * 300, "no\x1b[31msuch/a/b", "/dev/full", "é\udcff/x"),
 }
 
 
 def mutate_command(rng: op.Rng, case: Path) -> str:
+    """Change an argument, or an input of one of the verbs."""
     if rng.random() < 0.3:
         flag = op.one_of(rng, sorted(ARGUMENTS))
         value = op.one_of(rng, ARGUMENTS[flag])
@@ -198,7 +250,9 @@ def walk_command(case: Path) -> None:
     judge.holds(left(case) == before, f"exit {code}, but left {sorted(left(case) - before)[:3]}")
     if code == 2:  # usage: Typer's own words
         raise RoutePackError("arguments: " + " ".join(err.getvalue().split())[-120:])
-    judge.holds(code == 1 and len(errors) == 1, f"exit {code} with {len(errors)} lines of error: {err.getvalue()[-120:]!r}")
+    judge.holds(
+        code == 1 and len(errors) == 1, f"exit {code} with {len(errors)} lines of error: {err.getvalue()[-120:]!r}"
+    )
     raise RoutePackError(errors[0].removeprefix("Error: "))
 
 

@@ -1,7 +1,7 @@
 """The doors: which file is changed how, and through which of the product's functions the result goes, up to a plan.
 
 ``mutate`` changes a fresh copy of the job and says how; ``walk`` runs the product and the judge. What it raises is the
-outcome: RoutePackError (refused), ``Wrong`` (accepted, wrongly), anything else (a traceback); nothing: rightly accepted.
+outcome: RoutePackError (refused), ``Wrong`` (wrongly accepted), anything else (a traceback); nothing: accepted.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ def change_tables(rng: op.Rng, path: Path) -> str:
 
 
 def mutate_step(rng: op.Rng, case: Path) -> str:
+    """Change a step batch of counts or of token-level routes, or give another model's."""
     path = case / "step.npz"
     if rng.random() < 0.04:
         shutil.copy(PRISTINE / "other" / op.one_of(rng, ("steps/step0.npz", "routes.npz")), path)
@@ -136,6 +137,7 @@ def mutate_step(rng: op.Rng, case: Path) -> str:
 
 
 def walk_step(case: Path) -> None:
+    """Read the batch, compare it with the file, and plan it."""
     from routepack_tune.steps.traces import load_step_batch
 
     found = planner()
@@ -146,6 +148,7 @@ def walk_step(case: Path) -> None:
 
 
 def mutate_plan(rng: op.Rng, case: Path) -> str:
+    """Change the previous plan, or give another model's."""
     if rng.random() < 0.03:
         shutil.copy(PRISTINE / "other" / "plan.json", case / "plan.json")
         return "the plan of another model"
@@ -153,6 +156,7 @@ def mutate_plan(rng: op.Rng, case: Path) -> str:
 
 
 def walk_plan(case: Path) -> None:
+    """Read the plan and plan the next step from it."""
     from search import Plan
 
     previous = Plan.load(case / "plan.json")
@@ -162,6 +166,7 @@ def walk_plan(case: Path) -> None:
 
 
 def mutate_bundle(rng: op.Rng, case: Path) -> str:
+    """Change ``planner.yaml`` or ``tables.npz``, or mix two bundles."""
     folder, kind = case / "bundle", rng.random()
     if kind < 0.05:
         name = op.one_of(rng, ("planner.yaml", "tables.npz"))
@@ -177,6 +182,7 @@ def mutate_bundle(rng: op.Rng, case: Path) -> str:
 
 
 def walk_bundle(case: Path) -> None:
+    """Load the bundle and plan with it."""
     from routepack_tune import load_planner
 
     judge_planner(load_planner(case / "bundle", allow_mismatch=True, warm_up=False))
@@ -193,6 +199,7 @@ def judge_planner(found: Any) -> None:
 
 
 def mutate_tables(rng: op.Rng, case: Path) -> str:
+    """Change the tables of a cost model, or give another model's."""
     folder = case / "costmodel"
     if rng.random() < 0.05:
         shutil.copy(PRISTINE / "other" / "costmodel" / "tables.npz", folder / "tables.npz")
@@ -205,6 +212,7 @@ def mutate_tables(rng: op.Rng, case: Path) -> str:
 
 
 def walk_tables(case: Path) -> None:
+    """Plan with the cost model's tables."""
     from routepack_tune.bundle import untuned_planner
 
     judge_planner(untuned_planner(case / "costmodel", config()))
@@ -222,6 +230,7 @@ def config() -> Any:
 
 
 def mutate_study(rng: op.Rng, case: Path) -> str:
+    """Change ``study.json`` or a file beside it, or mix two studies."""
     folder, kind = case / "study", rng.random()
     if kind < 0.6:
         return change_json(rng, folder / "study.json", rehash_study)
@@ -241,6 +250,7 @@ def mutate_study(rng: op.Rng, case: Path) -> str:
 
 
 def walk_study(case: Path) -> None:
+    """Deploy the study and plan with its bundle."""
     from routepack_tune import deploy, load_planner
 
     deploy(case / "study", case / "made")
@@ -248,6 +258,7 @@ def walk_study(case: Path) -> None:
 
 
 def mutate_journal(rng: op.Rng, case: Path) -> str:
+    """Change the journal of a study's trials."""
     path = case / "study" / "study.journal"
     return change_lines(rng, path)
 
@@ -259,7 +270,7 @@ def change_lines(rng: op.Rng, path: Path) -> str:
         at = int(rng.integers(len(lines)))
         tree = json.loads(lines[at])
         said = op.change_tree(rng, tree)
-        lines[at] = op.dumps(tree["@root"] if "@root" in tree else tree, indent=False)
+        lines[at] = op.dumps(tree.get("@root", tree), indent=False)
         path.write_text("\n".join(lines) + "\n", errors="surrogatepass")
         return f"{path.name} line {at + 1}: {said}"
     if kind < 0.8:
@@ -272,6 +283,7 @@ def change_lines(rng: op.Rng, path: Path) -> str:
 
 
 def walk_journal(case: Path) -> None:
+    """Go on with the study for one trial."""
     from search import run_study
     from search.tuning.storage import choose_storage
 
@@ -293,17 +305,20 @@ def task() -> Any:
 
 @cache
 def study_name() -> str:
+    """Return the unchanged study's name."""
     return str(json.loads((PRISTINE / "study" / "study.json").read_text())["study_name"])
 
 
 @cache
 def task_params() -> dict[str, Any]:
+    """Return the settings that the study starts from."""
     from dataclasses import asdict
 
     return asdict(task().base)
 
 
 def mutate_recheck(rng: op.Rng, case: Path) -> str:
+    """Change what ``check`` reads: batches, bundle, measured times, a plan that they name."""
     kind = rng.random()
     if kind < 0.25:
         return change_npz(rng, case / "steps" / f"step{int(rng.integers(2))}.npz")
@@ -327,6 +342,7 @@ def mutate_recheck(rng: op.Rng, case: Path) -> str:
 
 
 def walk_recheck(case: Path) -> None:
+    """Check the bundle against batches and times."""
     from routepack_tune import check
 
     report = check(case / "bundle", case / "steps", case / "times.csv", out=case / "report.json")

@@ -18,9 +18,26 @@ import operators as op
 from hashes import file_sha256, rehash_costmodel
 
 CELLS: tuple[Any, ...] = (
-    None, float("nan"), float("inf"), -1.0, 0.0, 1e-300, 1e300, -(2**40), 2**62, "", "x", "nan", "ok", "forward", "attention",
-    True, [], [1.0], {"a": 1},
-)  # fmt: skip
+    None,
+    float("nan"),
+    float("inf"),
+    -1.0,
+    0.0,
+    1e-300,
+    1e300,
+    -(2**40),
+    2**62,
+    "",
+    "x",
+    "nan",
+    "ok",
+    "forward",
+    "attention",
+    True,
+    [],
+    [1.0],
+    {"a": 1},
+)
 
 
 def change_parquet(rng: op.Rng, path: Path) -> str:
@@ -99,12 +116,14 @@ def change_columns(rng: op.Rng, table: Any) -> tuple[Any, str]:
 
 
 def mutate_measurements(rng: op.Rng, case: Path) -> str:
+    """Change measurements or the journal of a profile."""
     if rng.random() < 0.3:
         return doors.change_lines(rng, case / "profile" / "cases.jsonl")
     return change_parquet(rng, case / "measurements" / "measurements.parquet")
 
 
 def walk_measurements(case: Path) -> None:
+    """Read the measurements and fit a cost model, or go on with the profile."""
     from profiler import Measurements
 
     path, journal = case / "measurements", case / "profile" / "cases.jsonl"
@@ -171,6 +190,7 @@ def judge_fingerprint(found: Any) -> None:
 
 
 def mutate_published(rng: op.Rng, case: Path) -> str:
+    """Change a published table, Parquet or text, or the GPU's ``system.yaml``."""
     folder = case / "published"
     files = sorted(folder.rglob("*.parquet"))
     if rng.random() < 0.2:
@@ -201,6 +221,7 @@ def mutate_published(rng: op.Rng, case: Path) -> str:
 
 
 def walk_published(case: Path) -> None:
+    """Import the tables and write the measurements."""
     from profiler import import_published
 
     with warnings.catch_warnings(record=True) as said:
@@ -217,6 +238,7 @@ def walk_published(case: Path) -> None:
 
 
 def mutate_costmodel(rng: op.Rng, case: Path) -> str:
+    """Change ``costmodel.json``, arrays of residuals, or LightGBM's text in them."""
     folder, kind = case / "costmodel", rng.random()
     if kind < 0.45:
         said = doors.change_json(rng, folder / "costmodel.json")
@@ -265,7 +287,11 @@ def change_trees(rng: op.Rng, path: Path) -> str:
     key, _, values = lines[at].partition("=")
     parts = values.split(" ")
     if kind == "number":
-        new = str(op.one_of(rng, (-1, 0, 1, 5, 1000, 2**31 - 1, 2**31, -(2**31), 2**63, "nan", "inf", "1e308", "-1e308", "x", "")))
+        new = str(
+            op.one_of(
+                rng, (-1, 0, 1, 5, 1000, 2**31 - 1, 2**31, -(2**31), 2**63, "nan", "inf", "1e308", "-1e308", "x", "")
+            )
+        )
         parts[int(rng.integers(len(parts)))] = new
         lines[at] = f"{key}={' '.join(parts)}"
         said = f"{key}: {new}"
@@ -291,6 +317,7 @@ def change_trees(rng: op.Rng, path: Path) -> str:
 
 
 def walk_costmodel(case: Path) -> None:
+    """Load the cost model, predict, and freeze tables."""
     from costmodels import CostModel
 
     found = CostModel.load(case / "costmodel")

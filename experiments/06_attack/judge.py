@@ -1,10 +1,11 @@
 """The independent judge: slow, obvious checks of whatever the product accepted. It calls none of the product's checks.
 
-Every function raises :class:`Wrong` with what cannot be. Shape suffixes: N samples, L MoE layers, E experts, P EP ranks.
+Every function raises :class:`Wrong` with what cannot be. Shape suffixes: N samples, L MoE layers, E experts.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -63,12 +64,14 @@ def check_same_batch(path: Path, batch: Any, spec: Any) -> None:
     holds(arrays["lengths"].tolist() == batch.lengths.tolist(), "lengths are not the file's")
     if "expert_counts" in arrays:
         given = arrays["expert_counts"]
-        given = given[:, [i for i, m in enumerate(spec.moe_layers) if m]] if given.shape[1] == spec.num_layers else given
+        given = (
+            given[:, [i for i, m in enumerate(spec.moe_layers) if m]] if given.shape[1] == spec.num_layers else given
+        )
         holds(np.array_equal(given.astype(object), np.asarray(batch.expert_counts)), "counts are not the file's")
         return
     ids, offsets = arrays["expert_ids"], arrays["offsets"].tolist()
     ids = ids[:, [i for i, m in enumerate(spec.moe_layers) if m]] if ids.shape[1] == spec.num_layers else ids
-    for i, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for i, (first, last) in enumerate(itertools.pairwise(offsets)):
         for layer in range(ids.shape[1]):
             tokens = [row for row in ids[first:last, layer].tolist() if len(set(row)) > 1 and min(row) >= 0]
             counted = Counter(expert for row in tokens for expert in row)
@@ -81,7 +84,13 @@ def check_spec(spec: Any) -> None:
     sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim", "num_experts")
     for name in (*sizes, "top_k", "moe_intermediate_size"):
         holds(whole(getattr(spec, name), 1, 2**24), f"{name} = {getattr(spec, name)!r:.60}")
-    for name in ("shared_intermediate_size", "dense_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim"):
+    for name in (
+        "shared_intermediate_size",
+        "dense_intermediate_size",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+    ):
         holds(whole(getattr(spec, name), 0, 2**24), f"{name} = {getattr(spec, name)!r:.60}")
     holds(spec.top_k <= spec.num_experts, f"top_k {spec.top_k} of {spec.num_experts} experts")
     holds(len(spec.windows) == len(spec.moe_layers) <= 10_000, f"{len(spec.windows)} layers")
@@ -114,11 +123,15 @@ def check_topology(topology: Any) -> None:
 def check_tables(tables: Any, spec: Any, topology: Any, cap: int) -> None:
     """Frozen times are of the job, cover every size that it can ask, are not negative and never fall."""
     wanted = {
-        "num_moe_layers": spec.num_moe_layers, "top_k": spec.top_k, "slots_per_block": topology.slots_per_block,
+        "num_moe_layers": spec.num_moe_layers,
+        "top_k": spec.top_k,
+        "slots_per_block": topology.slots_per_block,
         "pipeline_stages": topology.pipeline_model_parallel_size,
-    }  # fmt: skip
+    }
     for name, value in wanted.items():
-        holds(whole(getattr(tables, name)) and getattr(tables, name) == value, f"{name} = {getattr(tables, name)!r:.40}")
+        holds(
+            whole(getattr(tables, name)) and getattr(tables, name) == value, f"{name} = {getattr(tables, name)!r:.40}"
+        )
     holds(whole(tables.max_tokens, cap), f"max_tokens {tables.max_tokens!r:.40} for a cap of {cap}")
     classes = len(tables.class_names)
     layers = np.asarray(tables.class_layers)
@@ -136,7 +149,7 @@ def check_tables(tables: Any, spec: Any, topology: Any, cap: int) -> None:
         holds(axes == 1 or len(table) == classes, f"{name} has {len(table)} classes of {classes}")
         holds(table.shape[-1] >= (most >> shift) + 2, f"{name} ends before {most}")
         for line in table.reshape(-1, table.shape[-1]).tolist():
-            holds(line[0] >= 0 and all(a <= b for a, b in zip(line, line[1:], strict=False)), f"{name} falls or is < 0")
+            holds(line[0] >= 0 and all(a <= b for a, b in itertools.pairwise(line)), f"{name} falls or is < 0")
     for name in ("row_fixed_ns", "measured_length_max", "measured_rows_max", "expert_move_ns"):
         holds(whole(getattr(tables, name)), f"{name} = {getattr(tables, name)!r:.60}")
     holds(number(tables.link_gbytes_per_s, 0), f"link_gbytes_per_s = {tables.link_gbytes_per_s!r:.60}")
@@ -209,7 +222,10 @@ def check_plan(plan: Any, batch: Any, job: tuple[Any, Any, Any, int, Any], previ
         most = params.max_received_rows
         holds(not most or max(loads.values(), default=0) <= most, f"a rank receives {max(loads.values())} rows")
         slow = step_ns(plan, lengths, loads, job) * 1e-9 / tables.pipeline_stages
-        holds(math.isclose(slow, plan.predicted.step_time_s, rel_tol=1e-9), f"costs {slow}, not {plan.predicted.step_time_s}")
+        holds(
+            math.isclose(slow, plan.predicted.step_time_s, rel_tol=1e-9),
+            f"costs {slow}, not {plan.predicted.step_time_s}",
+        )
 
 
 def _check_moves(plan: Any, previous: Any) -> None:
@@ -270,7 +286,11 @@ def step_ns(plan: Any, lengths: list[int], loads: Counter, job: tuple[Any, Any, 
         total, mine = 0, range(first, first + together)
         for row in range(plan.num_rows):
             cells = [
-                [n for n, r, s in zip(lengths, plan.row_N.tolist(), plan.slot_N.tolist(), strict=True) if (r, s) == (row, d)]
+                [
+                    n
+                    for n, r, s in zip(lengths, plan.row_N.tolist(), plan.slot_N.tolist(), strict=True)
+                    if (r, s) == (row, d)
+                ]
                 for block in mine
                 for d in range(block * per_block, (block + 1) * per_block)
             ]

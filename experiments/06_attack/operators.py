@@ -10,42 +10,14 @@ import copy
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from values import DEEP, FORMATS, NUMBERS, OTHER, TEXTS, Raw
 
 Rng = np.random.Generator
 Path_ = tuple[Any, ...]
 """Keys and positions from the root to a node."""
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 123456\n"
-DEEP = 4000
-
-
-@dataclass(frozen=True)
-class Raw:
-    """Text that is written as it is."""
-
-    text: str
-
-
-NUMBERS: tuple[Any, ...] = (
-    0, 1, -1, 2, 3, 7, 127, 255, 256, 1000, 65536, 10**6, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, -(2**40), 2**53 + 1,
-    2**62, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 10**30, 0.5, -0.0, 1e-300, 5e-324, 1e300, -1e300, 0.1, 1.5,
-    Raw("9" * 5000), Raw("-" + "9" * 5000), Raw("1" * 400 + ".5"), Raw("1e999"), Raw("-1e999"), Raw("NaN"),
-    Raw("Infinity"), Raw("-Infinity"), Raw("1e-999"),
-)  # fmt: skip
-TEXTS: tuple[Any, ...] = (
-    "", " ", "0", "1", "-1", "nan", "inf", "true", "null", "yes", "2024-13-45", "x" * 100_000, "a\x00b", "a\nb\rc",
-    "\x1b[31mred\x1b[0m", "\u202eabc", "\ufeff", "\x7f\x85\u2028", "naïve-ß-漢字-🙂", "../../etc/passwd", "/dev/null",
-    "${HOME}", "%s%n{0}{x!r}", "'; DROP TABLE trials;--", "__import__('os').getcwd()", "file:///etc/passwd",
-    Raw(r'"\ud800"'), Raw(r'"\u0000"'), "http://user:secret@host/x?password=secret",
-)  # fmt: skip
-OTHER: tuple[Any, ...] = (
-    None, True, False, [], {}, [[]], [None], {"": None}, [1, 2, 3], {"a": 1}, [True], ["x"], [0.5], [[1], [2, 3]],
-    Raw("[" * DEEP + "]" * DEEP), Raw('{"a":' * DEEP + "1" + "}" * DEEP), Raw('{"a": 1, "a": 2}'), Raw("[1,]"),
-    Raw("'x'"), Raw("undefined"), Raw("01"), Raw("0x10"), Raw("+1"), Raw("// x"), Raw(""),
-)  # fmt: skip
 
 
 def one_of(rng: Rng, choices: Sequence[Any]) -> Any:
@@ -189,7 +161,9 @@ def change_text(rng: Rng, text: str) -> tuple[str, str]:
     lines, kind = text.splitlines(), one_of(rng, TEXT_KINDS)
     at = int(rng.integers(len(text) + 1))
     if kind == "insert":
-        piece = one_of(rng, ("{", "}", "[", "]", '"', "'", ",", ":", "\\", "\x00", "\t", "#", "&a ", "*a", "!!python/x "))
+        piece = one_of(
+            rng, ("{", "}", "[", "]", '"', "'", ",", ":", "\\", "\x00", "\t", "#", "&a ", "*a", "!!python/x ")
+        )
         return text[:at] + piece + text[at:], f"{piece!r} at {at}"
     if kind == "delete":
         return text[:at] + text[at + int(rng.integers(1, 20)) :], f"characters gone at {at}"
@@ -200,7 +174,9 @@ def change_text(rng: Rng, text: str) -> tuple[str, str]:
         gone = int(rng.integers(max(1, len(lines))))
         return "\n".join(lines[:gone] + lines[gone + 1 :]) + "\n", f"line {gone + 1} gone"
     if kind == "root":
-        text = one_of(rng, ("null", "[]", "{}", "0", '""', "true", "[" * DEEP, '{"a":' * DEEP, "9" * 5000, "NaN", "- " * DEEP))
+        text = one_of(
+            rng, ("null", "[]", "{}", "0", '""', "true", "[" * DEEP, '{"a":' * DEEP, "9" * 5000, "NaN", "- " * DEEP)
+        )
         return text, f"nothing but {text[:10]!r}"
     changed = {"crlf": text.replace("\n", "\r\n"), "bom": "\ufeff" + text, "two": text + text, "half": text[:at]}
     return changed[kind], kind
@@ -211,14 +187,7 @@ TEXT_KINDS = ("insert", "insert", "delete", "line", "no line", "root", "crlf", "
 
 def other_formats(rng: Rng) -> bytes:
     """Draw a file of another format."""
-    return bytes(one_of(rng, (
-        b"", b"\x00" * 100, b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00cposix\nsystem\n.", LFS.format("0" * 64).encode(),
-        LFS.format("f" * 64).replace("\n", "\r\n").encode(), b"\x1f\x8b\x08\x00" + b"x" * 30, b"PK\x03\x04" + b"\x00" * 40,
-        b"PK\x05\x06" + b"\x00" * 18, b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran_order': False, 'shape': (3,), }",
-        b"PAR1" + b"\x00" * 20 + b"PAR1", b"<html><body>404 Not Found</body></html>", b"%PDF-1.4\n", b"tree\nversion=v4\n",
-        b"\x89PNG\r\n\x1a\n", b"a,b\n1,2\n", b"{}", b"[]", b"null", b'{"schema_version": 1}', "x: é".encode("latin-1"),
-        "{}".encode("utf-16"), b"\xff\xfe\xfd", b"SQLite format 3\x00" + b"\x00" * 84,
-    )))  # fmt: skip
+    return bytes(one_of(rng, FORMATS))
 
 
 def change_bytes(rng: Rng, data: bytes, tail: bool = False) -> tuple[bytes, str]:

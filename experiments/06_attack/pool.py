@@ -1,7 +1,7 @@
 """Workers that may hang, die or swallow memory: forked children, each with one case at a time and a limit for it.
 
-A worker lives for a batch of cases and is then replaced. The parent sees which case a worker is in, so that a death or a
-time limit belongs to a case; the peak of memory of every case is read from the kernel, which is asked to forget the last.
+A worker lives for a batch of cases and is then replaced. The parent sees which case a worker is in, so that a death or
+a time limit belongs to a case; each case's peak of memory is read from the kernel, which is asked to forget the last.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Result:
     """Memory on top of what the worker held before."""
 
 
-def run_cases(cases: Sequence[Case], run: Callable[[str, int, Path], tuple[str, str, str]], workers: int) -> Iterator[Result]:
+def run_cases(
+    cases: Sequence[Case], run: Callable[[str, int, Path], tuple[str, str, str]], workers: int
+) -> Iterator[Result]:
     """Run cases in forked workers; yield results as they come.
 
     ``run`` gets door, seed and an empty folder and returns outcome, what was changed and a detail.
@@ -153,9 +155,7 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _work(
-    batch: list[Case], run: Callable[[str, int, Path], tuple[str, str, str]], scratch: Path, writer: int
-) -> None:
+def _work(batch: list[Case], run: Callable[[str, int, Path], tuple[str, str, str]], scratch: Path, writer: int) -> None:
     """Run a batch in the child and leave without cleaning up after the parent."""
     code = 1
     try:

@@ -17,10 +17,18 @@ from pathlib import Path
 import numpy as np
 
 MODEL = {
-    "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "intermediate_size": 128, "mlp_only_layers": [0],
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 128,
+    "mlp_only_layers": [0],
+}
 OTHER = {**MODEL, "hidden_size": 128, "num_experts": 16}
 CONFIG = """\
 model: model/config.json
@@ -96,7 +104,7 @@ def write_published(folder: Path) -> None:
 
 
 def synthetic_rows(spec, count: int, shapes: int) -> tuple[list[dict], dict]:
-    """Return ``count`` sizes of every operation of the job, and what goes with them: plain formulas, a percent of noise."""
+    """Return ``count`` sizes of every operation of the job, and what goes with them: formulas, a percent of noise."""
     from profiler import fingerprint_device
     from profiler.cases.case import OPERATIONS, case_id
 
@@ -110,38 +118,69 @@ def synthetic_rows(spec, count: int, shapes: int) -> tuple[list[dict], dict]:
             "attention": [{"tokens": n, "pairs": pairs, "num_sequences": 1, "max_length": n, **heads, "window": 0}],
             "dense": [{"tokens": n, "n": a, "k": b} for a, b in dense[:shapes]],
             "router": [{"tokens": n, "hidden_size": spec.hidden_size, "num_experts": spec.num_experts, "top_k": 2}],
-            "experts": [{
-                "rows": n, "active_experts": min(4, n), "padded_rows": -(-n // 128) * 128 + 384, "max_rows": -(-n // 4),
-                "local_experts": 4, "hidden_size": spec.hidden_size, "inter_size": 32, "router_tokens": 0,
-                "num_experts": spec.num_experts,
-            }],
+            "experts": [
+                {
+                    "rows": n,
+                    "active_experts": min(4, n),
+                    "padded_rows": -(-n // 128) * 128 + 384,
+                    "max_rows": -(-n // 4),
+                    "local_experts": 4,
+                    "hidden_size": spec.hidden_size,
+                    "inter_size": 32,
+                    "router_tokens": 0,
+                    "num_experts": spec.num_experts,
+                }
+            ],
             "alltoall": [{"bytes": n * 64, "inter_bytes": 0, "ranks": ranks} for ranks in (2, 4)],
             "transfer": [{"bytes": n * 1024, "inter_bytes": 0}],
-        }  # fmt: skip
+        }
         for op, cases in of.items():
             for features in cases:
                 work = 10 + 1e-3 * float(OPERATIONS[op].flops({**features})) + 1e-3 * features.get("bytes", 0)
                 for way in ("forward", "backward") if not OPERATIONS[op].exchange else ("forward",):
                     time_us = work * (2.5 if way == "backward" else 1) * float(np.exp(0.01 * rng.standard_normal()))
-                    rows.append({
-                        **features, "case_id": case_id(op, way, "float32", features), "op": op, "direction": way,
-                        "status": "ok", "time_us": time_us, "spread_us": 0.1, "repeats_us": [time_us] * 3, "rank": 0,
-                        "source": "measured", "kernel": "synthetic", "dtype": "float32", "message": "", "flag": "",
-                        "pattern": "",
-                    })  # fmt: skip
+                    rows.append(
+                        {
+                            **features,
+                            "case_id": case_id(op, way, "float32", features),
+                            "op": op,
+                            "direction": way,
+                            "status": "ok",
+                            "time_us": time_us,
+                            "spread_us": 0.1,
+                            "repeats_us": [time_us] * 3,
+                            "rank": 0,
+                            "source": "measured",
+                            "kernel": "synthetic",
+                            "dtype": "float32",
+                            "message": "",
+                            "flag": "",
+                            "pattern": "",
+                        }
+                    )
     meta = {
-        "fingerprint": fingerprint_device("cpu").to_dict(), "model": None, "topology": None, "params": {},
-        "provenance": {"note": "synthetic"}, "backward": "measured", "dtype": "float32",
-    }  # fmt: skip
+        "fingerprint": fingerprint_device("cpu").to_dict(),
+        "model": None,
+        "topology": None,
+        "params": {},
+        "provenance": {"note": "synthetic"},
+        "backward": "measured",
+        "dtype": "float32",
+    }
     return rows, meta
 
 
 def write_journal(folder: Path, measured, settings) -> None:
     """Write the journal of a profile that was killed after all of these rows."""
     header = {
-        "model": settings.model.name, "spec_hash": settings.model.spec_hash, "dtype": "float32", "threads": 1,
-        "fingerprints": [measured.meta["fingerprint"]], "rates": {}, "links": {},
-    }  # fmt: skip
+        "model": settings.model.name,
+        "spec_hash": settings.model.spec_hash,
+        "dtype": "float32",
+        "threads": 1,
+        "fingerprints": [measured.meta["fingerprint"]],
+        "rates": {},
+        "links": {},
+    }
     folder.mkdir(parents=True)
     rows = [{name: column[i] for name, column in measured.rows.items()} for i in range(len(measured))]
     plain = [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()} for row in rows]

@@ -1,10 +1,10 @@
 """Attack every door with seeded mutations and count what becomes of them. Synthetic inputs; see README.md.
 
     python experiments/06_attack/run.py [--total 20000] [--workers 2] [--doors step,plan]
-    python experiments/06_attack/run.py --door plan --seed 123 [--keep DIR]      # one mutation again, with its traceback
+    python experiments/06_attack/run.py --door plan --seed 123 [--keep DIR]      # one mutation again
 
-Resumable: results go to experiments/.cache/06_attack/journal-CODE.jsonl, where CODE is a hash of the packages and of this
-program; what is there is not run again. At the end results.csv and table.md are written beside this file with --write.
+Resumable: results go to experiments/.cache/06_attack/journal-CODE.jsonl, where CODE is a hash of the packages and of
+this program; what is there is not run again. --write also writes results.csv and table.md beside this file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -35,12 +34,11 @@ import judge  # noqa: E402
 import operators  # noqa: E402
 import pool  # noqa: E402
 from table import markdown, write_csv  # noqa: E402
+from walk import copy_job, run_case  # noqa: E402
 
 from profiler.errors import RoutePackError  # noqa: E402
 
 DOORS = ask_doors.DOORS
-LONGEST = 700
-"""Characters of an error line that a person still reads."""
 
 
 def code_hash(*rooms: str) -> str:
@@ -53,7 +51,7 @@ def code_hash(*rooms: str) -> str:
 
 
 def pristine() -> Path:
-    """Return the unchanged job, made by a process of its own where it is not there: this one must stay free of threads."""
+    """Return the unchanged job, made by a process of its own: this one must stay free of threads."""
     job = CACHE / f"job-{code_hash('experiments/06_attack/pristine.py')}"
     if not job.is_dir():
         made = Path(tempfile.mkdtemp(dir=CACHE)) / "job"
@@ -69,60 +67,27 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def copy_job(door: str, folder: Path) -> None:
-    """Copy what a door needs of the unchanged job."""
-    for name in DOORS[door].needs:
-        source = doors.PRISTINE / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name)
-        else:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, folder / name)
-
-
-def run_case(door: str, seed: int, folder: Path) -> tuple[str, str, str]:
-    """Change a copy of the job, walk through the door; return outcome, what was changed and a detail."""
-    copy_job(door, folder)
-    said = DOORS[door].mutate(operators.seeded(door, seed), folder)
-    folder.parent.joinpath(f"said-{os.getpid()}").write_text(said, errors="replace")
-    try:
-        DOORS[door].walk(folder)
-    except RoutePackError as error:
-        unclear = unclear_words(str(error))
-        return ("unclear", said, f"{unclear}: {error}") if unclear else ("clear", said, str(error)[:300])
-    except judge.Wrong as wrong:
-        return "wrongly accepted", said, str(wrong)
-    except Exception as error:
-        if traceback.extract_tb(error.__traceback__)[-1].filename == judge.__file__:
-            return "wrongly accepted", said, f"cannot be judged: {type(error).__name__} {str(error)[:100]}"
-        return "traceback", said, place_of(error)
-    return "accepted", said, ""
-
-
-def unclear_words(message: str) -> str:
-    """Return what keeps an error from being one line that a person can act on; empty where nothing does."""
-    if any(not char.isprintable() for char in message):
-        return "several lines or control characters"
-    if len(message) > LONGEST:
-        return f"{len(message)} characters"
-    return "" if len(message) > 20 else "too short"
-
-
-def place_of(error: BaseException) -> str:
-    """Return kind, text and innermost place in the packages of a traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if any(f"/{room}/" in f.filename for room in ("profiler", "costmodels", "search", "routepack_tune"))]
-    judged = [f for f in frames if "06_attack" in f.filename]
-    at = (ours or judged or frames)[-1]
-    text = " ".join(str(error).split())[:150]
-    return f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno} ({at.name}): {text}"
-
-
 def preload() -> None:
     """Import and compile in the parent what every worker needs; nothing of it starts threads."""
-    for name in ("pyarrow.parquet", "pyarrow.csv", "pandas", "pydantic", "yaml", "optuna", "scipy.stats", "lightgbm", "typer"):
+    for name in (
+        "pyarrow.parquet",
+        "pyarrow.csv",
+        "pandas",
+        "pydantic",
+        "yaml",
+        "optuna",
+        "scipy.stats",
+        "lightgbm",
+        "typer",
+    ):
         importlib.import_module(name)
-    for name in ("sklearn.gaussian_process", "scipy.optimize", "routepack_tune.cli", "costmodels", "search.tuning.study"):
+    for name in (
+        "sklearn.gaussian_process",
+        "scipy.optimize",
+        "routepack_tune.cli",
+        "costmodels",
+        "search.tuning.study",
+    ):
         importlib.import_module(name)
     doors.planner().warm_up()
 
@@ -188,7 +153,11 @@ def main() -> None:
         replay(given.door, given.seed, given.keep)
         return
     chosen = given.doors.split(",")
-    cases = [(name, seed) for seed in range(given.each) for name in chosen] if given.each else all_cases(given.total, chosen)
+    cases = (
+        [(name, seed) for seed in range(given.each) for name in chosen]
+        if given.each
+        else all_cases(given.total, chosen)
+    )
     check_unchanged(chosen, given.workers)
     journal = CACHE / f"journal-{code_hash('experiments/06_attack')}.jsonl"
     known = read_journal(journal)

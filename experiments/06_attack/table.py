@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = ("clear", "unclear", "accepted", "wrongly accepted", "traceback", "hung", "died", "attack failed")
-BAD = COLUMNS[3:] + ("unclear",)
+BAD = (*COLUMNS[3:], "unclear")
 MOST_MB = 300
 
 
@@ -23,11 +23,16 @@ def markdown(results: list[dict[str, Any]]) -> str:
             rows[name][one["outcome"]] += 1
             peak[name] = max(peak[name], one["peak_mb"])
             slowest[name] = max(slowest[name], one["seconds"])
-    lines = [f"| door | tried | {' | '.join(COLUMNS)} | peak memory, MB | slowest, s |", "|---" * (len(COLUMNS) + 4) + "|"]
+    lines = [
+        f"| door | tried | {' | '.join(COLUMNS)} | peak memory, MB | slowest, s |",
+        "|---" * (len(COLUMNS) + 4) + "|",
+    ]
     for name in [*(n for n in rows if n != "all"), "all"]:
         counts = rows[name]
         cells = [str(counts[column]) for column in COLUMNS]
-        lines.append(f"| {name} | {sum(counts.values())} | {' | '.join(cells)} | {peak[name]:.0f} | {slowest[name]:.1f} |")
+        lines.append(
+            f"| {name} | {sum(counts.values())} | {' | '.join(cells)} | {peak[name]:.0f} | {slowest[name]:.1f} |"
+        )
     return "\n".join(lines)
 
 
@@ -50,7 +55,9 @@ def kinds(results: list[dict[str, Any]]) -> list[tuple[str, str, str, list[dict[
     for one in results:
         if one["outcome"] in BAD or one["peak_mb"] > MOST_MB:
             outcome = one["outcome"] if one["outcome"] in BAD else "memory"
-            seen = re.sub(r"\d+", "N", one["detail"].partition(": ")[0] if outcome == "traceback" else one["detail"])[:60]
+            seen = re.sub(r"\d+", "N", one["detail"].partition(": ")[0] if outcome == "traceback" else one["detail"])[
+                :60
+            ]
             found[one["door"], outcome, seen].append(one)
     order = {"died": 0, "hung": 1, "wrongly accepted": 2, "traceback": 3, "memory": 4, "unclear": 5, "attack failed": 6}
     return [(*key, some) for key, some in sorted(found.items(), key=lambda item: (order[item[0][1]], -len(item[1])))]

@@ -10,6 +10,7 @@ from typing import Any
 from profiler.errors import RoutePackError
 from profiler.models.keys import (
     CANNOT,
+    GATES,
     HARMLESS,
     HARMLESS_NAMES,
     KIND_KEYS,
@@ -71,11 +72,12 @@ def _is_sparse(word: str) -> bool:
 def refuse_what_cannot_be_priced(part: Mapping[str, Any], name: str) -> None:
     """Raise RoutePackError for keys that state layers, heads or experts that no table prices."""
     for key, value in part.items():
-        if key in SWITCHES and value is False:
+        if SWITCHES.fullmatch(str(key)) and value is False:
             raise RoutePackError(f"Model {name}: {key} = False means that its layers hold no experts.")
         if (reason := CANNOT.get(key)) and not is_off(value):
             raise RoutePackError(f"Model {name}: {key} = {shown(value)} means {reason}: it cannot be priced yet. {WAY}")
-        if "hidden_act" in str(key) and isinstance(value, str) and UNGATED.search(value):
+        ungated = "hidden_act" in str(key) and isinstance(value, str) and UNGATED.search(value)
+        if ungated or (GATES.search(str(key)) and value is False):
             raise RoutePackError(
                 f"Model {name}: {key} = {shown(value)} means feed-forwards with one up-projection: only gated ones "
                 "(SwiGLU and kin) can be priced yet."

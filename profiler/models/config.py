@@ -41,7 +41,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     part = text_part(config, name)
     refuse_sparse_attention(config, name)
-    family = family_of(part.get("model_type"), config.get("model_type"))
+    family = family_of(part, config)
     part = with_defaults(_flat(part), family)
     beside = {} if part is config else {key: value for key, value in config.items() if not isinstance(value, Mapping)}
     refuse_family(part, family, name)
@@ -140,7 +140,8 @@ class Facts:
         """Return the shape of softmax attention."""
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         gate = bool(self.part.get("attn_output_gate") or self.part.get("attention_output_gate"))
-        latent = self.part.get("kv_lora_rank") is not None and self.part.get("use_mla") is not False
+        ranks = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+        latent = self.part.get("use_mla", any(self.part.get(key) for key in ranks))
         found = {"hidden_size": hidden, "num_attention_heads": heads, "attention_output_gate": gate}
         if latent:
             if gate:

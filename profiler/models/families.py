@@ -5,6 +5,7 @@ Values are the defaults of the configuration classes in Hugging Face transformer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ ALL_WINDOWED = ("", "mixtral", "phimoe", "minimax", "qwen2_moe", "qwen3_moe", "q
 """Families in which a bare ``sliding_window`` holds for every layer; without a family too, as in Mistral's code."""
 
 _QWEN_HYBRID = {
+    "num_key_value_heads": 2,
     "full_attention_interval": 4,
     "attn_output_gate": True,
     "head_dim": 256,
@@ -43,47 +45,74 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "attn_output_gate": True,
     },
     "aria_text": {"moe_num_shared_experts": 2},
-    "axk1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
-    "beam": {"first_k_dense_replace": 3, "sliding_window": 512, "head_dim": 128, "attn_output_gate": True},
+    "axk1": {"first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 1536},
+    "beam": {
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 3,
+        "sliding_window": 512,
+        "head_dim": 128,
+        "attn_output_gate": True,
+    },
     "cohere2_moe": {"sliding_window": 4096, "head_dim": 128},
+    "dbrx": {"kv_n_heads": 1},
     "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": 1536},
     "deepseek_v3": {"n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536},
-    "ernie4_5_moe": {"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    "ernie4_5_moe": {"num_key_value_heads": 4, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
     "exaone_moe": {
+        "num_key_value_heads": 32,
         "num_shared_experts": 1,
         "first_k_dense_replace": 1,
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
-    "flint": {"sliding_window": 513, "mlp_only_layers": [0, 1], "shared_expert_intermediate_size": 1024},
-    "glm4_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "glm4v_moe_text": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "flint": {
+        "num_key_value_heads": 4,
+        "sliding_window": 513,
+        "mlp_only_layers": [0, 1],
+        "shared_expert_intermediate_size": 1024,
+    },
+    "glm4_moe": {"num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "glm4_moe_lite": {"n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 768},
-    "gpt_oss": {"sliding_window": 128, "sliding_window_pattern": 2, "head_dim": 64},
+    "glm4v_moe_text": {"num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "gpt_oss": {"num_key_value_heads": 8, "sliding_window": 128, "sliding_window_pattern": 2, "head_dim": 64},
     "granitemoe_swa": {"sliding_window": 128},
-    "hy_v3": {"num_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 128},
     "hunyuan_v1_moe": {"num_shared_expert": 1},
+    "hy_v3": {"num_key_value_heads": 8, "num_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 128},
+    "kimi_k2": {"q_lora_rank": 1536},
     "kolibri1": {
+        "num_key_value_heads": 4,
         "sliding_window": 513,
         "sliding_window_pattern": 5,
         "head_dim": 128,
         "shared_expert_intermediate_size": 512,
     },
-    "lara_mini": {"sliding_window": 512, "head_dim": 128, "shared_expert_intermediate_size": 512},
-    "llama4_text": {"n_shared_experts": 1, "attention_chunk_size": 8192, "head_dim": 128},
-    "minicpm5_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1, "attn_output_gate": True},
-    "minimax_m2": {"head_dim": 128},
+    "lara_mini": {
+        "num_key_value_heads": 4,
+        "sliding_window": 512,
+        "head_dim": 128,
+        "shared_expert_intermediate_size": 512,
+    },
+    "llama4_text": {"num_key_value_heads": 8, "n_shared_experts": 1, "attention_chunk_size": 8192, "head_dim": 128},
+    "minicpm5_moe": {
+        "num_key_value_heads": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "attn_output_gate": True,
+    },
+    "minimax_m2": {"num_key_value_heads": 8, "head_dim": 128},
     "mistral4": {"n_shared_experts": 1, "q_lora_rank": 1024},
-    "param2moe": {"n_shared_experts": 2, "first_k_dense_replace": 1, "head_dim": 64},
-    "qwen2_moe": {"use_sliding_window": False, "shared_expert_intermediate_size": 5632},
-    "qwen3_moe": {"use_sliding_window": False},
-    "qwen3_omni_moe_text": {},
-    "qwen3_vl_moe_text": {},
-    "qwen3_next": _QWEN_HYBRID,
+    "mixtral": {"num_key_value_heads": 8},
+    "param2moe": {"num_key_value_heads": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "head_dim": 64},
+    "phimoe": {"num_key_value_heads": 8},
+    "qwen2_moe": {"num_key_value_heads": 16, "use_sliding_window": False, "shared_expert_intermediate_size": 5632},
     "qwen3_5_moe_text": _QWEN_HYBRID,
-    "sarvam_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 64},
+    "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "qwen3_next": _QWEN_HYBRID,
+    "qwen3_omni_moe_text": {"num_key_value_heads": 4},
+    "qwen3_vl_moe_text": {},
     "sarvam_mla": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "solar_open": {"n_shared_experts": 1, "head_dim": 128},
+    "sarvam_moe": {"num_key_value_heads": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 64},
+    "solar_open": {"num_key_value_heads": 8, "n_shared_experts": 1, "head_dim": 128},
 }
 """Optional keys that decide shapes or layers, with the value that a silent configuration means."""
 
@@ -123,11 +152,19 @@ BY_LIST = ("granitemoehybrid", "lfm2_moe", "nemotron_h")
 """Families among these that state the kind of every layer in a list: where they do, it decides."""
 
 
-def family_of(*model_types: object) -> str:
-    """Return the first of several ``model_type`` that is known, else the first stated."""
-    stated = [kind for kind in model_types if isinstance(kind, str) and kind]
-    known = [kind for kind in stated for kind in (kind, f"{kind}_text") if kind in DEFAULTS or kind in REFUSED]
-    return (known or stated or [""])[0]
+def family_of(*parts: Mapping[str, Any]) -> str:
+    """Return the first known family that ``model_type`` or ``architectures`` of these parts name, else a stated one."""
+    stated = [part["model_type"] for part in parts if isinstance(part.get("model_type"), str) and part["model_type"]]
+    lists = [part["architectures"] for part in parts if isinstance(part.get("architectures"), list)]
+    classes = [name.split("For")[0] for names in lists for name in names if isinstance(name, str)]
+    known = {_plain(family): family for family in (*DEFAULTS, *REFUSED)}
+    found = [known[_plain(name)] for name in (*stated, *classes) if _plain(name) in known]
+    return (found or stated or [""])[0]
+
+
+def _plain(name: str) -> str:
+    """Return the name of a family or class in lower-case letters and digits."""
+    return re.sub(r"[^a-z0-9]", "", name.lower()).removesuffix("text")
 
 
 def refuse_family(part: Mapping[str, Any], family: str, name: str) -> None:
@@ -145,6 +182,6 @@ def with_defaults(part: Mapping[str, Any], family: str) -> dict[str, Any]:
     for key in DEFAULTS.get(family, {}):
         alike = next((keys for keys in SPELLINGS.values() if key in keys), (key,))
         lists = EXPERT_LISTS if key in SPELLINGS["first_k_dense_replace"] else ()
-        if any(other in part for other in (*alike, *lists)):
+        if any(other in part for other in alike) or any(isinstance(part.get(name), list) for name in lists):
             del defaults[key]
     return {**defaults, **part}

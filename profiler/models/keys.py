@@ -12,7 +12,7 @@ SPELLINGS = {
     "hidden_size": ("hidden_size", "d_model"),
     "num_hidden_layers": ("num_hidden_layers", "n_layers", "num_layers"),
     "num_attention_heads": ("num_attention_heads", "n_heads"),
-    "num_key_value_heads": ("num_key_value_heads", "kv_n_heads", "num_attention_groups"),
+    "num_key_value_heads": ("num_key_value_heads", "kv_n_heads", "n_kv_heads", "num_kv_heads", "num_attention_groups"),
     "head_dim": ("head_dim", "attention_head_dim"),
     "num_experts": (
         "num_experts",
@@ -110,7 +110,8 @@ LAYOUT = re.compile(
     r"|period|interval|(^|_)freq|_every_|heads?(_|$)|mlp|ffn|ffw|feed_forward|intermediate|latent|lora|(^|_)[kv]+_dim"
     r"|head_dim|compress|top_?k|dense|(^|_)swa|(^|_)kda|gated?_|(^|_)gating|_gate$|glu(_|$)|mixer|recurren|rnn|rwkv"
     r"|retention|lightning|delta|(^|_)hc_|hyper|ngram|(^|_)cla(_|$)|cross|shared?_|num_(stage|step|loop|repeat)"
-    r"|loop|is_encoder|encoder_decoder|(^|_)cca|ple_",
+    r"|loop|is_encoder|encoder_decoder|(^|_)cca|ple_|kv_channels|query_group|d_ff|d_kv|(^|_)inner|(^|_)(width|depth)$"
+    r"|expansion",
     re.IGNORECASE,
 )
 """Names that look like layout of layers or experts."""
@@ -120,7 +121,7 @@ HARMLESS = re.compile(
     r"mtp|nextn|vision|image|video|audio|visual|projector|rope|rotary|router|routing|quant|dtype|router|drop(ped)?_tokens"
     r"|attn_implementation|flash_attn|aux_loss|use_aux|_jitter|softcap|attn_scal|attention_multiplier|temperature"
     # what a number or a switch of this name can be
-    r"|(bias|dropout|_coef|_alpha|_beta|_eps|epsilon|_token|token_ids?|_loss|_weights?|norm|_pdrop|_std|_limits?)$"
+    r"|(bias|dropout|_coef|_alpha|_beta|_eps|epsilon|(?<!per)_token|token_ids?|_loss|_weights?|norm|_pdrop|_std|_limits?)$"
     r"|(_limits?_\w+|_scale|_scaling_factor|_multiplier|_kernels?|_class|_func(tion)?|_act|_act_fn|activation)$"
     r"|(sink|_clip|clip_qkv|_renormalize|_strategy|_tp|capacity_factor|_min|_threshold)$"
     r"|^(hidden_act|layer_?norm|qk_norm|expert_capacity|expert_parallel|forced_|suppress_|num_beam|lm_head|tie_|sdpa|cuda_)"
@@ -140,8 +141,10 @@ _NAMES = """
 """
 HARMLESS_NAMES = frozenset(_NAMES.split())
 """Whole names likewise: groups of the router, sampling, precision, positions."""
-SWITCHES = ("use_moe", "is_moe", "enable_moe_block", "moe_enabled")
+SWITCHES = re.compile(r"((use|is|has|enable)_)?moe(_block|_enabled|_layers?)?")
 """Keys that turn a family's experts on."""
+GATES = re.compile(r"glu(_|$)|gated_(linear_unit|mlp|ffn|act)|(mlp|ffn|act|activation)_gated")
+"""Keys that turn the gate of feed-forwards on."""
 
 UNPRICED = {
     r"(num_nextn_predict_layers|mtp_num(_hidden)?_layers|num_mtp_(modules|layers)|mtp_transformer_layers)": (

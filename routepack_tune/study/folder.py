@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
-from profiler.files import check_place, file_hash, write_bytes, write_json
+from profiler.files import file_hash, write_bytes, write_json
+from profiler.places import check_place, new_folder
 from profiler.readers import read_json
 from routepack_tune.bundle import COST_MODEL_FILE, dtype_of
 from routepack_tune.environment import environment
@@ -65,12 +66,14 @@ def locked_study(folder: Path) -> Iterator[None]:
         yield
 
 
-def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
-    """Return what the folder's ``study.json`` holds, None where there is none."""
+def known_study(folder: Path, task: TuneTask, costmodel: Path) -> dict[str, Any] | None:
+    """Return what the folder's ``study.json`` holds, None where there is none; files that were lost are made again."""
     if not (folder / STUDY_FILE).is_file():
         return None
     known = read_study(folder)
     task.check_same(known["signature"], f"The study in {folder}")
+    if any(not (folder / name).is_file() for name in known["files"]):
+        known["files"] = write_inputs(folder, task, costmodel)  # the same inputs give the same files
     return known
 
 
@@ -84,17 +87,31 @@ def set_aside(folder: Path) -> str:
     document = read_json(folder / STUDY_FILE, "Study")
     told = document.get("study_name", "study") if isinstance(document, dict) else "study"
     name = re.sub(r"[^\w.-]", "_", str(told)[:100]).lstrip(".") or "study"
-    target, number = folder / EARLIER / name, 1
+    target, number, kept = folder / EARLIER / name, 1, list[Path]()
     while target.exists():
         number += 1
         target = folder / EARLIER / f"{name}-{number}"
-    target.mkdir(parents=True)
-    names = [path.name for path in folder.iterdir() if _is_ours(path.name)]
-    # The document goes last: until then the folder is the earlier study's.
-    for name in sorted(names, key=lambda name: (name == STUDY_FILE, name)):
-        if not name.startswith((EARLIER, "study.journal")):
-            shutil.move(folder / name, target / name)
+    # Whole there before anything goes here, the document first: a kill leaves the study here or there, never in parts.
+    with new_folder(target) as copy:
+        for path in folder.iterdir():
+            if _is_ours(path.name) and not path.name.startswith((EARLIER, "study.journal")):
+                shutil.copy2(path, copy / path.name)
+                kept.append(path)
+    for path in sorted(kept, key=lambda path: path.name != STUDY_FILE):
+        path.unlink()
     return str(document.get("study_name", ""))
+
+
+def write_inputs(folder: Path, task: TuneTask, costmodel: Path) -> dict[str, str]:
+    """Write what ``deploy`` needs beside the document; return the SHA-256 of each file by name."""
+    from routepack_tune.steps.traces import save_step_batch
+
+    tables = {tables_file(cap, task.max_tokens): task.tables_of(cap) for cap in task.caps}
+    for file, frozen in tables.items():
+        frozen.save(folder / file)
+    write_bytes(folder / COST_MODEL_FILE, (costmodel / COST_MODEL_FILE).read_bytes())
+    save_step_batch(folder / RECHECK_FILE, task.batches[-1])
+    return {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)}
 
 
 def begin_study(
@@ -103,16 +120,10 @@ def begin_study(
     """Write what a new study's folder must hold; return what ``study.json`` says."""
     from costmodels.cost_model import read_header
     from routepack_tune.drift import stated_half_log
-    from routepack_tune.steps.traces import save_step_batch
     from routepack_tune.steps.workload import workload_statistics
 
-    tables = {tables_file(cap, task.max_tokens): task.tables_of(cap) for cap in task.caps}
-    for file, frozen in tables.items():
-        frozen.save(folder / file)
-    write_bytes(folder / COST_MODEL_FILE, (costmodel / COST_MODEL_FILE).read_bytes())
-    save_step_batch(folder / RECHECK_FILE, task.batches[-1])
+    hashes = write_inputs(folder, task, costmodel)
     header, steps = read_header(costmodel), zip(task.names, files, task.batches, strict=True)
-    hashes = {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)}
     document = {
         "schema_version": STUDY_SCHEMA_VERSION,
         "study_name": name,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, write_json, write_text
+from profiler.files import content_hash, write_json, write_text
+from profiler.places import check_place, claimed
 from profiler.readers import read_json
 from profiler.redact import redacted
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, typed_parts, write_bundle
@@ -97,7 +98,7 @@ def tune(
             name = open_study(task, where, name, new_study=True).study_name
             earlier = set_aside(out)
         shown = redacted(storage or "")
-        document = known_study(out, task) or begin_study(out, task, name, settings, files, costmodel, shown)
+        document = known_study(out, task, costmodel) or begin_study(out, task, name, settings, files, costmodel, shown)
         sync, name = StudySync(out, uri, task, document), document["study_name"]
         if earlier:
             sync.end("KILLED", earlier)
@@ -140,11 +141,13 @@ def deploy(study: Path | str, out: Path | str, register: str | None = None) -> P
     uri = _registry_uri(study, document) if register else ""
     exported = exported_settings(document)
     planner, recheck = _planner_of_study(study, document, exported)
-    write_bundle(out, planner, _provenance(document, exported, recheck))
+    with claimed(out, "deploying to"):
+        write_bundle(out, planner, _provenance(document, exported, recheck))
+        registered = register_bundle(out, register, uri, document) if register else ""
     what = "the default settings" if summary["export"] == "defaults" else f"trial {summary['best']['number']}"
     _LOG.info("The bundle holds %s. %s", what, summary["export_reason"])
-    if register:
-        _LOG.info(register_bundle(out, register, uri, document))
+    if registered:
+        _LOG.info(registered)
     return out
 
 

@@ -45,7 +45,7 @@ def track_fit(model: CostModel, folder: Path | str, pictures: Mapping[str, str],
         told = f"{type(error).__name__}: {what_mlflow_said(error, uri)}"
         where = redacted(uri)
         warnings.warn(
-            f"MLflow at {where} could not log the cost model ({told}). It is whole in {folder}; the same command sends it.",
+            f"MLflow at {where} could not log the cost model ({told}). It is whole in {folder}: run it again.",
             stacklevel=2,
         )
 

@@ -1,7 +1,7 @@
 """Parallel sizes that cannot divide the model are refused by every verb at load, with the nearest that can."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 
@@ -62,10 +62,3 @@ def test_parts_of_a_study_are_checked_against_each_other(job):
     wrong = Topology(tensor_model_parallel_size=3)
     with pytest.raises(RoutePackError, match=r"Study s .* = 3 cannot divide the 4 attention heads .* Nearest: 2 or 4"):
         typed_parts(asdict(settings.model), asdict(wrong), asdict(settings.planner), "Study s")
-
-
-def test_planning_refuses_ranks_that_cannot_share_the_experts(job):
-    planner = untuned_planner(job.costmodel, job.settings())
-    three = Topology(data_parallel_size=3, expert_model_parallel_size=3)
-    with pytest.raises(RoutePackError, match=r"= 3 cannot divide the 8 experts of tiny. Nearest: 2 or 4"):
-        replace(planner, topology=three).plan(job.step)

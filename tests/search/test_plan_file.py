@@ -2,7 +2,7 @@
 
 import copy
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import numpy as np
@@ -195,3 +195,12 @@ def test_a_previous_plan_of_something_else_is_refused_by_naming_both(kind, strea
     make = partial(StreamingPlanner, *CASE[1:], **how) if stream else partial(plan_step, *CASE, **how)
     with pytest.raises(RoutePackError, match=words):
         make()
+
+
+@pytest.mark.parametrize("value", [None, "x", 1.5, [], {}, [[1]], np.zeros(3), True, -1])
+@pytest.mark.parametrize("name", [one.name for one in fields(Plan)])
+def test_plans_made_by_hand_of_anything_are_refused_or_sound(name, value):
+    plan = replace(PLAN, **{name: value})
+    made, refused = said(lambda: plan_step(*CASE, replace(SMALL, max_iterations=1), previous=plan))
+    assert made is None or name in ("notes", "counters", "sample_ids")
+    assert made is not None or "revious plan" in refused

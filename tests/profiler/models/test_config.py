@@ -100,7 +100,7 @@ def test_what_changes_no_shape_is_read(said):
         ({"n_shared_experts": 1, "moe_shared_expert_intermediate_size": 64}, 64),
         ({"num_shared_experts": 2, "moe_shared_expert_intermediate_size": 64}, 64),
         ({"model_type": "bailing_moe", "num_shared_experts": 2, "moe_shared_expert_intermediate_size": 32}, 64),
-        ({"model_type": "deepseek_v3", "first_k_dense_replace": 0}, 32),  # its code has one where the file is silent
+        ({"model_type": "glm4_moe", "first_k_dense_replace": 0}, 32),  # its code has one where the file is silent
     ],
 )
 def test_shared_experts_count_under_every_key(said, width):
@@ -249,6 +249,37 @@ def test_a_width_that_is_another_one_is_not_taken_for_that_of_experts(said):
     bare = {key: value for key, value in SMALL.items() if key != "moe_intermediate_size"}
     with pytest.raises(RoutePackError, match="has no moe_intermediate_size"):
         ModelSpec.from_config(bare | said, "a")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"model_type": "qwen3_next"},
+        {"architectures": ["Qwen3NextForCausalLM"]},
+        {"model_type": "mine", "architectures": ["Qwen3NextForCausalLM"]},
+        {"model_type": "qwen3_5_moe_text"},
+        {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
+    ],
+)
+def test_what_a_file_leaves_out_is_that_of_its_family(said):
+    spec = ModelSpec.from_config({k: v for k, v in FOUR.items() if k != "num_key_value_heads"} | said, "a")
+    assert (spec.attention_output_gate, spec.num_key_value_heads, spec.qk_head_dim) == (True, 2, 256)
+    assert spec.linear_layers == (True, True, True, False)
+
+
+def test_latent_attention_without_its_rank_is_no_grouped_query_attention():
+    with pytest.raises(RoutePackError, match="has no kv_lora_rank"):
+        ModelSpec.from_config(SMALL | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}, "a")
+    with pytest.raises(RoutePackError, match="has no kv_lora_rank"):
+        ModelSpec.from_config(
+            SMALL | {"use_mla": True, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}, "a"
+        )
+
+
+@pytest.mark.parametrize("key", ["use_swiglu", "gated_linear_unit", "gated_mlp", "glu"])
+def test_feed_forwards_without_a_gate_are_refused(key):
+    with pytest.raises(RoutePackError, match=f"{key} = False means feed-forwards with one up-projection"):
+        ModelSpec.from_config(SMALL | {key: False}, "a")
 
 
 def test_the_nested_part_with_experts_is_read_and_what_stands_beside_it_is_told():
