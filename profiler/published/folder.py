@@ -9,12 +9,17 @@ from typing import Any
 
 from profiler.errors import RoutePackError
 from profiler.params import EXCHANGES
-from profiler.readers import read_yaml
+from profiler.readers import build, read_yaml
 
 LAYOUT = "<framework>/<version>/<op>_perf.txt or <framework>-<version>/<op>_perf.parquet, with system.yaml"
 RENAMED = {"wideep_deepep_normal_perf": "deepep_normal_perf"}
 OWN = ("context_attention_perf", "context_mla_perf", "gemm_perf", "moe_perf")
 """Tables that come from one software; the exchange's may be another's."""
+SYSTEM = {
+    "gpu": ("float16_tc_flops", "bfloat16_tc_flops", "mem_bw", "mem_capacity", "sm_version"),
+    "node": ("intra_node_bw", "inter_node_bw", "num_gpus_per_node"),
+}
+"""Numbers of a system file that are read; all may be absent."""
 DEEPEST = 3
 """Levels below a folder that are searched for a GPU, to name it."""
 
@@ -96,5 +101,10 @@ def read_system(folder: Path) -> dict[str, Any]:
     path = next((path for path in named if path.is_file()), None)
     if path is None:
         return {}
-    system = read_yaml(path, "System file")
-    return system if isinstance(system, dict) else {}
+    system = read_yaml(path, "System file") or {}
+    for section, names in SYSTEM.items():
+        told = build(dict[str, Any], build(dict[str, Any], system, f"System file {path}").get(section) or {}, f"{path}")
+        for name in names:
+            if not 0 <= (value := build(float, told.get(name) or 0, f"System file {path}, {section}.{name}")) <= 1e20:
+                raise RoutePackError(f"System file {path}, {section}.{name}: {value:g} is no rate or size.")
+    return system

@@ -18,6 +18,7 @@ from profiler.errors import RoutePackError
 
 DRAWS = 48
 """Draws per distribution: the mean load of rank 0 is then known to about 1 %, less than the tables' own noise."""
+MOST_EXPONENT = 5.0
 KEY_SEED = 20260812
 """Seed of the expected counts of random routings: a constant of the importer, so that every import agrees."""
 
@@ -27,7 +28,7 @@ def rank_zero_rows(tokens: int, experts: int, top_k: int, ep_size: int, distribu
     if distribution == "balanced":
         return mean_loads(balanced_counts(tokens, experts, top_k)[: experts // ep_size])
     exponent = re.fullmatch(r"power_law_(\d+(?:\.\d+)?)", distribution)
-    if exponent is None or float(exponent[1]) == 1:
+    if exponent is None or not 0 < float(exponent[1]) <= MOST_EXPONENT or float(exponent[1]) == 1:
         raise RoutePackError(f"Unknown distribution {distribution!r} in moe_perf: expected balanced or power_law_<a>.")
     return mean_loads(
         hottest_rank_counts(power_law_counts(tokens, experts, top_k, float(exponent[1])), ep_size, tokens)

@@ -18,6 +18,7 @@ import takes those of one library.
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,6 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.parquet
 
 from profiler.cases.case import EXPERT_ROWS, HEADS, OPERATIONS, case_id, causal_pairs
 from profiler.device.fingerprint import GIB, DeviceFingerprint
@@ -38,11 +38,19 @@ from profiler.params import EXCHANGES, FLOAT8
 from profiler.published.folder import RENAMED, find_tables, read_system, set_name
 from profiler.published.plausible import faster_than_peak, slow_table
 from profiler.published.routing_counts import rank_zero_rows
+from profiler.readers import read_bytes, read_parquet
+from profiler.readers.raw import reason
 
 CELL = ("batch_size", "isl", "num_heads", "kv_cache_dtype")
 EXPERTS = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size", "distribution")
 TEXT = {"device", "kernel_source", "op_name", "distribution"}
 SIXTEEN_BIT = ("float16", "bfloat16", "half")
+MAX_BYTES = 256 << 20
+MOST_SIZE, MOST_ROUTES = 2**24, 2**24
+MOST_OF = {"message_size": 2**40, "isl": 2**21, "batch_size": 2**16, "hidden_size": 2**20, "num_experts": 2**14}
+MOST_OF |= {"topk": 2**12, "num_topk": 2**12, "num_token": 2**20, "num_tokens": 2**20, "node_num": 2**16}
+"""Largest numbers of columns: so that no product leaves 64 bits, and no table asks for memory that is not there."""
+MAY_BE_ZERO = ("num_key_value_heads", "window_size", "step")
 UNITS_BY_NAME = {"A100": 108, "H100": 132, "H200": 132}
 """Streaming multiprocessors of cards whose tables do not state them."""
 MLA_QK_HEAD_DIM, MLA_V_HEAD_DIM = 192, 128
@@ -93,7 +101,9 @@ def import_published(folder: Path | str, exchange: str = "nccl", tables: str | N
         warnings.warn(doubt, stacklevel=2)
     about = {"skipped": {name: counts for name, counts in skipped.items() if counts}, "doubts": doubts}
     about["dtype"] = str(rows["dtype"].mode()[0])
-    return Measurements.from_rows(rows, _meta(folder, frameworks, found, device, system) | about)
+    measurements = Measurements.from_rows(rows, _meta(folder, frameworks, found, device, system) | about)
+    measurements.check(f"Published tables of {folder}")
+    return measurements
 
 
 def _other_types(raw: pd.DataFrame) -> dict[str, int]:
@@ -243,32 +253,53 @@ TABLES = {
 
 def _read_table(path: Path) -> pd.DataFrame:
     """Read a table, and check that the columns it must have are text, whole numbers or positive latencies."""
-    try:
-        table = pa.parquet.read_table(path) if path.suffix == ".parquet" else pa.csv.read_csv(path)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise RoutePackError(f"Published table {path} cannot be read ({reason}). Fetch it again.") from None
+    what = "Published table"
+    if path.suffix == ".parquet":
+        table = read_parquet(path, what)
+    else:
+        try:
+            table = pa.csv.read_csv(io.BytesIO(read_bytes(path, what, MAX_BYTES)))
+        except (pa.ArrowException, ValueError) as error:
+            raise RoutePackError(f"{what} {path} cannot be read ({reason(error)}). Fetch it again.") from None
     _, _, keys, latencies = TABLES[RENAMED.get(path.stem, path.stem)]
     missing = [n for n in (*latencies, *keys, "device", "kernel_source") if n not in table.column_names]
     if missing:
-        raise RoutePackError(f"Published table {path} lacks the columns {', '.join(missing)}: not of this layout.")
+        raise RoutePackError(f"{what} {path} lacks the columns {', '.join(missing)}: not of this layout.")
+    if not table.num_rows or len(table.column_names) != len(set(table.column_names)):
+        raise RoutePackError(f"{what} {path} holds no row, or a column twice. Fetch it again.")
+    if gaps := [name for name in (*keys, "device") if table[name].null_count]:
+        raise RoutePackError(f"{what} {path}: {gaps[0]} has rows without a value. Fetch it again.")
     frame = table.to_pandas()
     text = [name for name in frame if name in TEXT or name.endswith("_dtype")]
     frame[text] = frame[text].astype(str)
-    for name in keys:
-        if name not in text and frame[name].dtype.kind != "i":
-            raise RoutePackError(f"Published table {path}: {name} must hold whole numbers, got {frame[name].dtype}.")
+    for name in (*keys, *(name for name in MAY_BE_ZERO if name in frame)):
+        if name in text:
+            continue
+        if frame[name].dtype.kind != "i":
+            raise RoutePackError(f"{what} {path}: {name} must hold whole numbers, got {frame[name].dtype}.")
+        least, most = 0 if name in MAY_BE_ZERO else 1, MOST_OF.get(name, MOST_SIZE)
+        if not frame[name].between(least, most).all():
+            wrong = frame[name][~frame[name].between(least, most)].iloc[0]
+            raise RoutePackError(f"{what} {path}: every {name} must be {least} to {most}, got {wrong}.")
     for name in latencies:
         times, unit = frame[name], "microseconds" if name.endswith("_us") else "milliseconds"
-        if times.dtype.kind not in "if" or not ((times > 0) | (times == 0) & ("notify" in name)).all():
-            raise RoutePackError(f"Published table {path}: every {name} must be a positive number of {unit}.")
+        if (
+            times.dtype.kind not in "if"
+            or not (((times > 0) | (times == 0) & ("notify" in name)) & (times < 1e9)).all()
+        ):
+            raise RoutePackError(f"{what} {path}: every {name} must be a positive number of {unit}.")
+    if "moe_ep_size" in keys:
+        uneven = (frame["num_experts"] % frame["moe_ep_size"] > 0) | (frame["topk"] > frame["num_experts"])
+        uneven |= (frame["inter_size"] < frame["moe_tp_size"]) | (frame["num_tokens"] * frame["topk"] > MOST_ROUTES)
+        if uneven.any():
+            raise RoutePackError(f"{what} {path}, row {uneven.idxmax() + 1}: its experts make no such layer.")
     return frame
 
 
 def _meta(
     folder: Path, frameworks: list[str], tables: dict[str, Path], device: str, system: dict[str, Any]
 ) -> dict[str, Any]:
-    gpu, node = system.get("gpu", {}), system.get("node", {})
+    gpu, node = system.get("gpu") or {}, system.get("node") or {}
     software = {"tables": frameworks[0]}
     for name in tables.keys() & EXCHANGES.values():
         software["exchange"] = set_name(folder, tables[name])
@@ -279,10 +310,10 @@ def _meta(
         arch=f"sm_{gpu['sm_version']}" if "sm_version" in gpu else "",
         name=device,
         units=next((units for key, units in UNITS_BY_NAME.items() if key in device), 0),
-        memory_gib=round(gpu.get("mem_capacity", 0) / GIB),
+        memory_gib=round((gpu.get("mem_capacity") or 0) / GIB),
         interconnect=f"{bandwidth / 1e9:.0f} GB/s" if bandwidth else "",
-        ranks_per_node=int(node.get("num_gpus_per_node", 1)),
-        network=f"{node.get('num_gpus_per_node', 1)} x {network * 8 / 1e9:g} Gb/s" if network else "",
+        ranks_per_node=int(node.get("num_gpus_per_node") or 1),
+        network=f"{node.get('num_gpus_per_node') or 1} x {network * 8 / 1e9:g} Gb/s" if network else "",
         software=software,
         origin="published",
     )

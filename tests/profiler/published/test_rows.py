@@ -420,3 +420,45 @@ def test_the_other_gpus_import(gpu):
     assert (local["active_experts"] <= local["local_experts"]).all()
     assert (local["max_rows"] <= local["rows"]).all()
     assert (local["rows"] <= local["padded_rows"]).all()
+
+
+MOE = "trtllm/1.0/moe_perf.txt"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (",64,32,48,", ",-64,32,48,", "every num_tokens must be 1 to"), (",64,32,48,", ",many,32,48,", "whole numbers"),
+        (",64,32,48,", ",9999999999,32,48,", "every num_tokens must be 1 to"),
+        (",64,32,48,", ",,32,48,", "without a value"),
+        (",64,32,48,2,8,2,4,", ",64,32,48,2,8,2,3,", "row 1: its experts make no such layer"),
+        (",64,32,48,2,8,", ",64,32,48,9,8,", "no such layer"),
+        (",64,32,48,2,8,", ",64,32,48,0,8,", "every topk must be"),
+        ("power_law_1.2", "power_law_99", "Unknown distribution"), ("balanced,0.5", "balanced,nan", "positive number"),
+        ("balanced,0.5", "balanced,1e300", "positive number"), ("balanced,0.5", "balanced,", "positive number"),
+        (None, "", "cannot be read"),
+        (None, "version https://git-lfs.github.com/spec/v1\noid x\n", "is a Git LFS pointer"),
+        (None, "\x00\x01\x02", "lacks the columns|cannot be read"), (None, TABLES[MOE][0] + "\n", "holds no row"),
+    ],
+)  # fmt: skip
+def test_damaged_tables_are_one_clear_line(folder, old, new, words):
+    text = (folder / MOE).read_text()
+    (folder / MOE).write_text(new if old is None else text.replace(old, new))
+    with pytest.raises(RoutePackError, match=words) as caught:
+        import_published(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1]", "expected the content to be a mapping"), ("gpu: 3", "mapping"), ("gpu: {mem_bw: fast}", "gpu.mem_bw"),
+        ("node: {num_gpus_per_node: -1}", "node.num_gpus_per_node"), ("gpu: {mem_capacity: 1e200}", "no rate or size"),
+        ("gpu: &a {x: *a}", "aliases"),
+    ],
+)  # fmt: skip
+def test_damaged_system_files_are_one_clear_line(folder, text, words):
+    (folder / "system.yaml").write_text(text)
+    with pytest.raises(RoutePackError, match=words) as caught:
+        import_published(folder)
+    assert "\n" not in str(caught.value)
