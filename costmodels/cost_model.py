@@ -8,34 +8,30 @@ lies whole inside), ``tables.npz`` (all that planning loads). What is read back 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from costmodels.learned.curves import Curves
-from costmodels.learned.predictor import OperationModel, Prior
-from costmodels.learned.residual import Residual
-from costmodels.learned.smooth import Kernel
-from costmodels.learned.trees import Trees
-from costmodels.learned.validation import HeldOut, Intervals
-from costmodels.operations import DIRECTIONS, OPERATIONS
+from costmodels.learned.files import Entry, load_model, save_model
+from costmodels.learned.predictor import OperationModel
+from costmodels.learned.validation import HeldOut
+from costmodels.operations import DIRECTIONS
 from costmodels.operations.backward import BACKWARD
 from costmodels.params import FitParams
-from costmodels.tables import StepTables, npz_bytes
+from costmodels.tables import StepTables
 from profiler import DeviceFingerprint, ModelSpec, RoutePackError, Topology
-from profiler.files import content_hash, file_hash, new_folder, write_bytes, write_json
-from profiler.params import check_sizes
-from profiler.readers import read_json, read_npz
+from profiler.errors import explained
+from profiler.files import content_hash, write_json
+from profiler.params import MOST_TOKENS, check_number, check_sizes
+from profiler.places import new_folder, read_folder
+from profiler.readers import build, read_json
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 COST_MODEL_FILE, TABLES_FILE = "costmodel.json", "tables.npz"
-PLAIN = ("max_tokens", "data_hash", "provenance", "table_errors", "doubts")
-PLAIN_MODEL = ("direction", "empty_us", "rows", "flagged_rows", "reasons", "validation", "mixes")
-PLAIN_PRIOR = ("name", "data_hash", "parameters", "seen_share", "unseen_share")
-"""Fields of a cost model, an operation's model and a prior that are JSON as they are."""
-MEMBERS: dict[str, type[Any]] = {"smooth": Kernel, "trees": Trees, "curve": Curves}
+PLAIN = ("topology", "max_tokens", "data_hash", "provenance", "table_errors", "doubts")
+"""Fields of a cost model that its header holds as they are."""
 SYMMETRIC = ("alltoall", "transfer")
 """Operations that cost the same in both directions."""
 
@@ -52,18 +48,61 @@ def cost_model_folder(folder: Path | str) -> Path:
     return Path(folder)
 
 
+@dataclass(frozen=True)
+class Header:
+    """What ``costmodel.json`` says."""
+
+    schema_version: int
+    fingerprint: DeviceFingerprint
+    model: ModelSpec
+    topology: Topology
+    params: FitParams
+    max_tokens: int
+    data_hash: str
+    provenance: list[Any]
+    table_errors: dict[str, dict[str, float]]
+    doubts: tuple[str, ...]
+    notes: tuple[str, ...]
+    tables_hash: str
+    operations: dict[str, Entry]
+
+    def __post_init__(self) -> None:
+        check_sizes(self.model, self.topology)
+        check_number("max_tokens", self.max_tokens, 1, MOST_TOKENS, whole=True)
+        for name, entry in self.operations.items():
+            if name != f"{entry.operation}-{entry.direction}":
+                raise ValueError(f"entry {name!r:.60} is of {entry.operation!r:.60} {entry.direction}")
+
+
+def read_header(folder: Path | str) -> Header:
+    """Return what a cost model's ``costmodel.json`` says; RoutePackError where it is missing, damaged or of another
+    schema."""
+    folder = cost_model_folder(folder)
+    found = read_json(folder / COST_MODEL_FILE, "Cost model")
+    version = found.get("schema_version") if isinstance(found, dict) else None
+    if version != SCHEMA_VERSION:
+        raise RoutePackError(
+            f"Cost model {folder} has schema_version {version!r:.40}, this version reads {SCHEMA_VERSION}. "
+            "Run `routepack fit` again, or update routepack-tune."
+        )
+    with explained(after=" Run `routepack fit` again."):
+        return build(Header, found, f"Cost model {folder} is damaged")
+
+
 def tables_for(folder: Path | str, spec: ModelSpec, topology: Topology, max_tokens: int) -> StepTables:
-    """Return the frozen tables of a cost model's folder; needs numpy and numba alone.
+    """Return the frozen tables of a cost model's folder; needs no library that fitting does.
 
     Raises
     ------
     RoutePackError
         If they are missing, damaged, or were frozen for another model, topology or token cap.
     """
-    tables = StepTables.load(cost_model_folder(folder) / TABLES_FILE)
+    header, path = read_header(folder), Path(folder) / TABLES_FILE
+    tables = StepTables.load(path)
+    if tables.tables_hash != header.tables_hash:
+        raise RoutePackError(f"{path} is of another fit than its {COST_MODEL_FILE}. Run `routepack fit` again.")
     if tables.key != tables_key(spec, topology, max_tokens):
-        header = read_json(Path(folder) / COST_MODEL_FILE, "Cost model")
-        fitted = _summary(header["model"]["name"], header["topology"], header["max_tokens"])
+        fitted = _summary(header.model.name, asdict(header.topology), header.max_tokens)
         asked = _summary(spec.name, asdict(topology), max_tokens)
         raise RoutePackError(
             f"Cost model {folder} was fitted for {fitted}; the configuration asks {asked}. Run `routepack fit` again."
@@ -144,7 +183,7 @@ class CostModel:
                 "schema_version": SCHEMA_VERSION,
                 "fingerprint": self.fingerprint.to_dict(),
                 "model": self.spec,
-                **{name: getattr(self, name) for name in ("topology", "params", *PLAIN)},
+                **{name: getattr(self, name) for name in ("params", *PLAIN)},
                 "notes": tables.notes,
                 "tables_hash": tables.tables_hash,
                 "operations": {
@@ -163,130 +202,19 @@ class CostModel:
         RoutePackError
             If a file is missing, damaged, changed since it was written, or of a newer schema.
         """
-        folder = cost_model_folder(folder)
-        header = read_json(folder / COST_MODEL_FILE, "Cost model")
-        version = header.get("schema_version") if isinstance(header, dict) else None
-        if version != SCHEMA_VERSION:
-            raise RoutePackError(
-                f"Cost model {folder} has schema_version {version}, this version reads {SCHEMA_VERSION}. "
-                "Run `routepack fit` again, or update routepack-tune."
-            )
-        try:
-            models = [load_model(folder, entry) for entry in header["operations"].values()]
-            check_sizes(ModelSpec(**header["model"]), Topology(**header["topology"]))
-            return cls(
-                models={(model.operation.name, model.direction): model for model in models},
-                params=FitParams(**header["params"]),
-                fingerprint=DeviceFingerprint.from_dict(header["fingerprint"]),
-                spec=ModelSpec(**header["model"]),
-                topology=Topology(**header["topology"]),
-                tables=StepTables.load(folder / TABLES_FILE),
-                **{name: header[name] for name in PLAIN} | {"doubts": tuple(header["doubts"])},
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise RoutePackError(f"Cost model {folder} is damaged: {error}. Run `routepack fit` again.") from None
+        return read_folder(folder, lambda: cls._load(Path(folder)))
 
-
-def save_model(folder: Path, model: OperationModel) -> dict[str, Any]:
-    """Write the arrays of one operation's model, and return its entry, ready for JSON."""
-    arrays: dict[str, np.ndarray] = {}
-    entry = _model_entry(model, "", arrays)
-    if arrays:
-        name = f"residuals/{model.operation.name}-{model.direction}.npz"
-        write_bytes(folder / name, npz_bytes(arrays))
-        entry |= {"file": name, "sha256": file_hash(folder / name)}
-    return entry
-
-
-def load_model(folder: Path, entry: Mapping[str, Any]) -> OperationModel:
-    """Read what :func:`save_model` wrote; ValueError where the entry is of an operation unlike this version's."""
-    if "file" not in entry:
-        return _model(entry, "", {})
-    path = folder / entry["file"]
-    if not path.is_file():
-        raise RoutePackError(f"Cost model {folder} lacks {entry['file']}. Run `routepack fit` again.")
-    if file_hash(path) != entry["sha256"]:
-        raise RoutePackError(f"{path} was changed after it was written. Run `routepack fit` again.")
-    return _model(entry, "", read_npz(path, "Residual"))
-
-
-def _model_entry(model: OperationModel, where: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    operation, prior = model.operation, model.prior
-    units = {name: parameter.unit for name, parameter in operation.parameters.items()}
-    entry: dict[str, Any] = {
-        "operation": operation.name,
-        "kind": model.kind,
-        "features": dict(operation.features),
-        "shape": list(operation.shape),
-        "shapes": [{"shape": shape, "ranges": ranges} for shape, ranges in model.shapes.items()],
-        "baseline": {name: {"value": model.parameters[name], "unit": unit} for name, unit in units.items()},
-        **{name: getattr(model, name) for name in PLAIN_MODEL},
-        "intervals": None if model.intervals is None else asdict(model.intervals),
-        "known": _residual_entry(model.known, f"{where}known.", arrays),
-        "unseen": _residual_entry(model.unseen, f"{where}unseen.", arrays),
-    }
-    if prior is not None:
-        entry["prior"] = {
-            **{name: getattr(prior, name) for name in PLAIN_PRIOR},
-            "discrepancy": _residual_entry(prior.discrepancy, f"{where}discrepancy.", arrays),
-            "source": _model_entry(prior.source, f"{where}prior.", arrays),
-        }
-    return entry
-
-
-def _model(entry: Mapping[str, Any], where: str, arrays: Mapping[str, np.ndarray]) -> OperationModel:
-    operation = OPERATIONS.get(entry["operation"])
-    if operation is None:
-        raise ValueError(f"operation {entry['operation']!r} is unknown to this version")
-    ours = {"features": operation.features, "shape": operation.shape, "baseline": operation.parameters}
-    for what, names in ours.items():
-        if list(entry[what]) != list(names):
-            raise ValueError(f"{what} of {operation.name} are {list(entry[what])}, this version has {list(names)}")
-    prior = None
-    if item := entry.get("prior"):
-        source = _model(item["source"], f"{where}prior.", arrays)
-        if source.operation is not operation:
-            raise ValueError(f"the prior of {operation.name} is a model of {source.operation.name}")
-        discrepancy = _residual(item["discrepancy"], f"{where}discrepancy.", arrays)
-        prior = Prior(source, discrepancy=discrepancy, **{name: item[name] for name in PLAIN_PRIOR})
-    plain = {name: entry[name] for name in PLAIN_MODEL}
-    plain |= {"reasons": tuple(entry["reasons"]), "mixes": {name: tuple(mix) for name, mix in entry["mixes"].items()}}
-    return OperationModel(
-        operation=operation,
-        parameters={name: item["value"] for name, item in entry["baseline"].items()},
-        shapes={tuple(item["shape"]): item["ranges"] for item in entry["shapes"]},
-        known=_residual(entry["known"], f"{where}known.", arrays),
-        unseen=_residual(entry["unseen"], f"{where}unseen.", arrays),
-        prior=prior,
-        intervals=entry["intervals"] and Intervals(**{name: tuple(v) for name, v in entry["intervals"].items()}),
-        **plain,
-    )
-
-
-def _residual_entry(residual: Residual, where: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Add the arrays and texts of a residual's members to ``arrays``, and return everything else."""
-    entry: dict[str, Any] = {"scale": residual.scale}
-    for role in MEMBERS:
-        if (member := getattr(residual, role)) is not None:
-            entry[role] = {}
-            for name in (one.name for one in fields(member)):
-                value = getattr(member, name)
-                if isinstance(value, str):
-                    value = np.frombuffer(value.encode(), dtype=np.uint8)
-                if isinstance(value, np.ndarray):
-                    arrays[f"{where}{role}.{name}"] = value
-                else:
-                    entry[role][name] = value
-    return entry
-
-
-def _residual(entry: Mapping[str, Any], where: str, arrays: Mapping[str, np.ndarray]) -> Residual:
-    found: dict[str, Any] = {"scale": entry["scale"]}
-    for role, kind in MEMBERS.items():
-        if role in entry:
-            values = {name: tuple(v) if isinstance(v, list) else v for name, v in entry[role].items()}
-            for name in (one.name for one in fields(kind) if one.name not in values):
-                array = arrays[f"{where}{role}.{name}"]
-                values[name] = array.tobytes().decode() if array.dtype == np.uint8 else array
-            found[role] = kind(**values)
-    return Residual(**found)
+    @classmethod
+    def _load(cls, folder: Path) -> CostModel:
+        header = read_header(folder)
+        with explained(f"Cost model {folder} is damaged: ", ". Run `routepack fit` again.", of=ValueError):
+            models = [load_model(folder, entry) for entry in header.operations.values()]
+            if not models:
+                raise ValueError("it holds no operation")
+        tables = tables_for(folder, header.model, header.topology, header.max_tokens)
+        return cls(
+            models={(model.operation.name, model.direction): model for model in models},
+            spec=header.model,
+            tables=tables,
+            **{name: getattr(header, name) for name in ("fingerprint", "params", *PLAIN)},
+        )

@@ -22,6 +22,10 @@ Parameters = Mapping[str, float]
 """Values of a baseline's parameters, by name."""
 Ranges = Mapping[tuple[int, ...], Mapping[str, tuple[float, float]]]
 """Timed shapes, each with the range of every size feature."""
+MOST_LOG = 100.0
+"""Largest log of a ratio of times: no model is off by so much."""
+MOST = 1e30
+"""Largest other number of a learned model, so that no sum of products is infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,21 @@ def checked_columns(operation: Operation, features: Mapping[str, np.ndarray]) ->
             )
         columns[name] = np.broadcast_to(column, length)
     return columns
+
+
+def check_array(name: str, array: np.ndarray, dtype: type, shape: tuple[int, ...], most: float = MOST) -> None:
+    """Raise ValueError unless an array of a learned model has this type and shape, and holds no larger number."""
+    if array.dtype != dtype or array.shape != shape or not ((array >= -most) & (array <= most)).all():
+        raise ValueError(
+            f"expected {name} to be {np.dtype(dtype)} {shape} of finite numbers within +-{most:g}, got {array.dtype} "
+            f"{array.shape}"
+        )
+
+
+def check_limits(limits: tuple[float, float]) -> None:
+    """Raise ValueError unless the least and largest answer of a residual, logs, are in order."""
+    if not -MOST_LOG <= limits[0] <= limits[1] <= MOST_LOG:
+        raise ValueError(f"expected limits that ascend within +-{MOST_LOG:g}, got {limits}")
 
 
 def take(columns: Columns, rows: np.ndarray | slice) -> Columns:

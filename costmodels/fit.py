@@ -92,6 +92,8 @@ def fit_cost_model(
         check_sizes(spec, topology)
     params, observer = params or FitParams(), observer or Observer()
     batches = [measurements] if isinstance(measurements, Measurements) else list(measurements)
+    for batch in batches:
+        batch.check()
     fingerprint, doubts = _device_of(batches), _doubts_of(batches)
     timed = {(name, d): _timed(batches, OPERATIONS[name], d) for name in OPERATIONS for d in DIRECTIONS}
     timed = {key: found for key, found in timed.items() if not found[1].all()}
@@ -131,8 +133,7 @@ def _timed(batches: list[Measurements], operation: Operation, direction: str) ->
         column: np.concatenate([np.asarray(rows[column], dtype=np.float64) for rows in chosen])
         for column in (*operation.features, "time_us")
     }
-    good = np.isfinite(columns["time_us"]) & (columns["time_us"] > 0)
-    return take(columns, good), np.concatenate([rows["flag"] != "" for rows in chosen])[good]
+    return columns, np.concatenate([rows["flag"] != "" for rows in chosen])
 
 
 def _device_of(batches: list[Measurements]) -> DeviceFingerprint:

@@ -1,7 +1,8 @@
 """The journal of a sweep: finished cases, one line each, flushed to disk before the next begins.
 
 A folder belongs to one device, model, type and thread count: its header says which, and a later run that differs is
-refused. Only rank 0 writes, under an exclusive lock. A last line cut short by a kill is dropped.
+refused. Only rank 0 writes, under an exclusive lock. A last line cut short by a kill is
+dropped; another that is damaged is left out with a warning, and its cases are timed again.
 
 Lines are JSON objects with one key: ``header``, ``rows`` (of one case), ``anchor``, ``session`` (how one run went) or
 ``round`` (what one round of cases gained).
@@ -9,21 +10,27 @@ Lines are JSON objects with one key: ``header``, ``rows`` (of one case), ``ancho
 
 from __future__ import annotations
 
-import json
+import errno
+import math
 import os
+import warnings
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from filelock import FileLock, Timeout
 
-from profiler.cases.case import Case
+from profiler.cases.case import Case, Rates
 from profiler.device.fingerprint import DeviceFingerprint, compare_fingerprints
 from profiler.errors import RoutePackError
 from profiler.files import canonical_json
-from profiler.measurements import FILE_NAME
+from profiler.measurements import FILE_NAME, check_row
 from profiler.params import ProfileParams
+from profiler.places import writing
+from profiler.readers import build, parse_json, read_bytes
 
 JOURNAL_NAME, LOCK_NAME = "cases.jsonl", ".lock"
+MAX_BYTES = 256 << 20
 
 
 class Journal:
@@ -93,10 +100,13 @@ class Journal:
     def add(self, **line: Any) -> None:
         """Write one line, as ``add(rows=[...])``, and hold what it says."""
         if self.folder:
-            self._stream = self._stream or open(self.folder / JOURNAL_NAME, "ab")  # noqa: SIM115 (closed at the end)
-            self._stream.write(canonical_json(line).encode() + b"\n")
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
+            with writing(path := self.folder / JOURNAL_NAME):
+                # Not buffered: what a full disk refuses is not tried again when the file is closed.
+                self._stream = self._stream or open(path, "ab", buffering=0)  # noqa: SIM115 (closed at the end)
+                text = canonical_json(line).encode() + b"\n"
+                if self._stream.write(text) != len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(self._stream.fileno())
         self._take(line)
 
     def _take(self, line: dict[str, Any]) -> None:
@@ -109,15 +119,89 @@ class Journal:
             getattr(self, f"{kind}s").append(value)
 
     def _read(self, path: Path) -> None:
-        data = path.read_bytes() if path.exists() else b""
+        data = read_bytes(path, "Journal", MAX_BYTES) if path.exists() else b""
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             # A kill in the middle of a write: cut, or the next line would continue it.
             os.truncate(path, len(whole))
+        damaged = []
         for number, text in enumerate(whole.splitlines(), 1):
             try:
-                self._take(json.loads(text))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise RoutePackError(
-                    f"Journal {path} is damaged in line {number}. Remove that line, or choose another --out."
-                ) from None
+                line = build(dict[str, Any], parse_json(text, f"line {number}"), f"line {number}")
+                _check_line(line, f"line {number}")
+                self._take(line)
+            except RoutePackError as error:
+                damaged.append(str(error))
+        if damaged and not self.header:
+            raise RoutePackError(
+                f"Journal {path} no longer says which device and model its cases are of ({damaged[0]}). Restore the "
+                "file, or choose another --out."
+            )
+        if damaged:
+            more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+            warnings.warn(f"Journal {path}: {damaged[0]}{more}: left out; cases in it are timed again.", stacklevel=5)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a folder's cases belong to."""
+
+    model: str
+    spec_hash: str
+    dtype: str
+    threads: int
+    fingerprints: list[DeviceFingerprint]
+    rates: dict[str, float]
+    """By the names of :class:`Rates`."""
+    links: dict[str, float]
+
+    def __post_init__(self) -> None:
+        if not self.fingerprints or {field.name for field in fields(Rates)} != set(self.rates):
+            raise ValueError("expected fingerprints and all rates of the device")
+        if not all(0 < rate < math.inf for rate in (*self.rates.values(), *self.links.values())):
+            raise ValueError(f"expected positive rates, got {self.rates!r:.80} and {self.links!r:.80}")
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """One look at the case that tells whether a device is steady."""
+
+    case_id: str
+    time_us: float
+    readings: dict[str, int | float]
+
+
+@dataclass(frozen=True)
+class Session:
+    """How one run went."""
+
+    kind: Literal["cpu", "cuda"]
+    wall_s: float
+    busy_s: float
+    foreign_cpu_share: float | None
+    throttled: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round of cases gained."""
+
+    cases: int
+    minutes: float
+    stopped_by: str
+    errors_pct: dict[str, float]
+
+
+LINES: dict[str, Any] = {"header": Header, "anchor": Anchor, "session": Session, "round": Round}
+
+
+def _check_line(line: dict[str, Any], where: str) -> None:
+    """Raise RoutePackError unless a line of the journal is one that :meth:`Journal.add` writes."""
+    ((kind, value),) = line.items() if len(line) == 1 else [("", None)]
+    if kind in LINES:
+        build(LINES[kind], value, f"{where}, {kind}")
+    elif kind == "rows":
+        for row in build(list[dict[str, Any]], value, where):
+            check_row(row, where)
+    else:
+        raise RoutePackError(f"{where}: expected one of rows, {', '.join(LINES)}, got {list(line)!r:.60}.")

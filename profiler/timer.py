@@ -19,6 +19,7 @@ from profiler.cases.case import DIRECTIONS, Case, Rates, cell_case, forward_flop
 from profiler.device.backend import FLUSH_BYTES, TorchBackend
 from profiler.errors import RoutePackError
 from profiler.kernels.works import Work, make_work
+from profiler.measurements import LEAST_US
 from profiler.params import ProfileParams
 
 STEADY = 0.10
@@ -113,6 +114,8 @@ def _measure(
         if count >= params.min_repeats and (enough or time.perf_counter() >= deadline):
             break
         samples.append(elapsed())
+    if not times_of(samples)["time_us"] >= LEAST_US:
+        raise FloatingPointError("The clock saw no time pass.")
     flag = {"flag": LAUNCH_BOUND} if backend.launch_bound else {}
     return {"status": "ok", **times_of(samples), "kernel": f"{work.library}: {kernel}", **flag}, kept
 

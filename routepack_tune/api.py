@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, write_text
+from profiler.files import write_text
+from profiler.places import check_place, claimed
 from routepack_tune.bundle import COST_MODEL_FILE, check_replaceable
 from routepack_tune.config import load_config
 from routepack_tune.drift import check
@@ -116,13 +117,14 @@ def fit(
     settings = load_config(config)
     uri = tracking_uri(settings.tune.tracking_uri, out)
     folders = [measurements] if isinstance(measurements, (str, Path)) else measurements
-    batches = [Measurements.load(folder) for folder in folders]
-    siblings = [CostModel.load(folder) for folder in priors]
-    model = fit_cost_model(batches, *settings.job, settings.fit, observer, siblings)
-    model.save(out)
-    pictures = fit_pictures(model, batches)
-    write_text(Path(out) / REPORT_FILE, fit_page(model, pictures))
-    track_fit(model, out, pictures, uri, settings.tune.experiment)
+    with claimed(out, "fitting into"):
+        batches = [Measurements.load(folder) for folder in folders]
+        siblings = [CostModel.load(folder) for folder in priors]
+        model = fit_cost_model(batches, *settings.job, settings.fit, observer, siblings)
+        model.save(out)
+        pictures = fit_pictures(model, batches)
+        write_text(Path(out) / REPORT_FILE, fit_page(model, pictures))
+        track_fit(model, out, pictures, uri, settings.tune.experiment)
     return model
 
 

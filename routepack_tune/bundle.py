@@ -14,15 +14,15 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, file_hash, new_folder, write_text
-from profiler.readers import read_json
+from profiler.files import content_hash, file_hash, write_text
+from profiler.places import check_place, new_folder, read_folder
 from routepack_tune.job import Job, check_job
 from routepack_tune.planner import Planner
 from routepack_tune.progress import is_first_rank
@@ -110,8 +110,8 @@ def load_planner(
     """
     from routepack_tune.bundle_file import read_bundle
 
-    folder = bundle_folder(path)
-    document, tables = read_bundle(folder)
+    folder, registered = bundle_folder(path)
+    document, tables = read_folder(folder, lambda: read_bundle(folder))
     planner = Planner(
         spec=document.model,
         topology=document.topology,
@@ -120,7 +120,7 @@ def load_planner(
         tables=tables,
         fingerprint=document.fingerprint,
         dtype=document.dtype,
-        provenance=document.provenance,
+        provenance=document.provenance | ({"registry": registered} if registered else {}),
         bundle_hash=document.content_hash,
     )
     if job is not None:
@@ -134,41 +134,32 @@ def load_planner(
 def untuned_planner(costmodel: Path | str, settings: Config) -> Planner:
     """Return a planner with a cost model's times and the settings of ``routepack.yaml``."""
     from costmodels import tables_for
-    from profiler import DeviceFingerprint
+    from costmodels.cost_model import read_header
 
     tables = tables_for(costmodel, *settings.job)
-    header = cost_model_header(costmodel)
-    device = DeviceFingerprint.from_dict(header["fingerprint"])
-    return Planner(*settings.job, settings.planner, tables, device, dtype_of(header))
+    header = read_header(costmodel)
+    return Planner(*settings.job, settings.planner, tables, header.fingerprint, dtype_of(header.provenance))
 
 
-def cost_model_header(costmodel: Path | str) -> dict[str, Any]:
-    """Return what ``costmodel.json`` says of device, data and errors."""
-    from costmodels.cost_model import cost_model_folder
-
-    header = read_json(cost_model_folder(costmodel) / COST_MODEL_FILE, "Cost model")
-    if not isinstance(header, dict) or "fingerprint" not in header:
-        raise RoutePackError(f"Cost model {costmodel} names no device. Run `routepack fit` again.")
-    return header
-
-
-def dtype_of(header: Mapping[str, Any]) -> str:
+def dtype_of(provenance: Sequence[Any]) -> str:
     """Return the number type whose times a cost model learned; empty where its measurements do not say one."""
-    parts = header.get("provenance") or ()
-    told = {one.get("dtype") for one in parts if isinstance(one, Mapping)} if isinstance(parts, list) else set()
+    told = {one.get("dtype") for one in provenance if isinstance(one, Mapping)}
     found = told.pop() if len(told) == 1 else ""
     return found if isinstance(found, str) else ""
 
 
-def bundle_folder(path: Path | str) -> Path:
-    """Return a bundle's folder on this machine; one named ``models:/NAME@ALIAS`` is fetched first."""
+def bundle_folder(path: Path | str) -> tuple[Path, dict[str, str]]:
+    """Return a bundle's folder on this machine; one named ``models:/NAME@ALIAS`` is fetched first.
+
+    Of that come name, version and alias at this moment too.
+    """
     if str(path).startswith("models:/"):
         from routepack_tune.tracking.registry import download_bundle
 
-        return download_bundle(str(path))[0]
+        return download_bundle(str(path))
     if not Path(path).is_dir():
         raise RoutePackError(f"Bundle not found: {path}. Give the folder that `routepack deploy --out` wrote.")
-    return Path(path)
+    return Path(path), {}
 
 
 def typed_parts(

@@ -20,6 +20,7 @@ from typer import Argument, Exit, Option, Typer
 
 from profiler.errors import RoutePackError, explained
 from profiler.params import ProfileParams
+from profiler.places import NO_ROOM
 from routepack_tune import api, facts, summaries
 from routepack_tune.bundle import load_planner, untuned_planner
 from routepack_tune.config import load_config
@@ -264,9 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RoutePackError as error:
         message = str(error)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in NO_ROOM:
             raise
-        message = f"{error.filename}: {error.strerror}. Choose another path, or make room or rights there."
+        where = f"{error.filename}: " if error.filename else ""
+        message = f"{where}{error.strerror}. Choose another path, or make room or rights there."
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if code == 130:

@@ -21,7 +21,8 @@ import numpy as np
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, file_hash, write_json
+from profiler.files import file_hash, write_json
+from profiler.places import check_place
 from routepack_tune.bundle import (
     PLANNER_FILE,
     bundle_folder,
@@ -36,6 +37,7 @@ from routepack_tune.steps.traces import list_step_files, load_step_batch
 from routepack_tune.steps.workload import compare_workloads, workload_statistics
 
 if TYPE_CHECKING:
+    from costmodels.cost_model import Header
     from costmodels.freezing.rescale import Rescale
     from profiler import Observer
     from search import Plan, StepBatch
@@ -116,7 +118,7 @@ def check(
     for place, is_folder in ((out, False), (refit, True)):
         if place is not None:
             check_place(place, is_folder)
-    folder = bundle_folder(bundle)
+    folder = bundle_folder(bundle)[0]
     if refit is not None:
         refit, old = Path(refit).resolve(), folder.resolve()
         if times is None:
@@ -178,14 +180,14 @@ def trend_interval(values: np.ndarray) -> tuple[float, float, float]:
     return float(found.slope), float(found.low_slope), float(found.high_slope)
 
 
-def stated_half_log(header: Mapping[str, Any]) -> dict[str, float]:
+def stated_half_log(header: Header) -> dict[str, float]:
     """Return the cost model's 90 % half-widths (log of time) by component, from what ``costmodel.json`` holds."""
     component = {"attention": "attention", "dense": "attention", "experts": "experts", "alltoall": "exchange"}
     found: dict[str, float] = {}
-    for entry in header.get("operations", {}).values():
-        intervals, name = entry.get("intervals"), component.get(entry.get("operation"))
-        if intervals and name:
-            found[name] = max(found.get(name, 0.0), float(np.median(intervals["half_log"])))
+    for entry in header.operations.values():
+        name = component.get(entry.operation)
+        if entry.intervals and name:
+            found[name] = max(found.get(name, 0.0), float(np.median(entry.intervals.half_log)))
     return found
 
 

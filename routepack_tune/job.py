@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,7 @@ def _stated(job: Any) -> dict[str, Any]:
 def _compared(planned: PlannedJob, stated: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (what, the bundle's, the job's) of everything that a job states."""
     sizes = asdict(planned.topology)
-    context = int(stated.get("context_parallel_size", sizes["context_parallel_size"]))
+    context = stated.get("context_parallel_size", sizes["context_parallel_size"])
     own: dict[str, Any] = sizes | dict.fromkeys(CAPS, planned.max_tokens)
     own |= {alias: getattr(planned.spec, name) for name, aliases in SHAPE.items() for alias in aliases}
     own["world_size"] = planned.topology.ranks_per_stage * planned.topology.pipeline_model_parallel_size
@@ -135,13 +136,13 @@ def _compared(planned: PlannedJob, stated: dict[str, Any]) -> list[tuple[str, An
             pairs += _model_differences(planned.spec, value)
         elif name in ("dtype", "params_dtype"):
             pairs.append(("dtype", *_same_speed(planned.dtype, number_type(value))))
-        elif isinstance(value, bool) or not isinstance(value, int):
+        elif isinstance(value, bool) or not isinstance(value, Integral):
             raise RoutePackError(f"Expected the job's {name} to be a whole number, got {value!r:.80}.")
         elif name in CAPS_PER_GPU:
             said = f"max_tokens_per_microbatch ({name} x context parallel size)"
-            pairs.append((said, planned.max_tokens, value * context))
+            pairs.append((said, planned.max_tokens, int(value) * context))
         else:
-            pairs.append((name, own[name], value))
+            pairs.append((name, own[name], int(value)))
     return pairs
 
 

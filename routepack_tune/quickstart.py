@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from profiler import Observer, RoutePackError
-from profiler.files import check_place, write_bytes, write_json, write_text
+from profiler.files import write_bytes, write_json, write_text
+from profiler.places import check_place, claimed
 from routepack_tune import api
 from routepack_tune.bundle import load_planner
 from routepack_tune.config import load_config
@@ -44,7 +45,11 @@ class QuickstartResult:
 def quickstart(out: Path | str, observer: Observer | None = None) -> QuickstartResult:
     """Profile (published), fit, tune, deploy, plan and report in ``out``; an earlier quickstart there is replaced."""
     check_place(out, folder=True)
-    out, bars = Path(out), observer or Observer()
+    with claimed(out, "running the quickstart in"):
+        return _run(Path(out), observer or Observer())
+
+
+def _run(out: Path, bars: Observer) -> QuickstartResult:
     config, steps, seconds = out / "routepack.yaml", out / "steps", dict[str, float]()
 
     @contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 from profiler import RoutePackError, Topology
 from profiler.errors import explained
 from profiler.files import canonical_json, content_hash, write_json
-from profiler.readers import read_json
+from profiler.readers import build, read_json
 from search.checks import check_packing, check_placement
 from search.plan_file import (
     PLAN_SCHEMA_VERSION,
@@ -73,7 +73,7 @@ class Plan:
         """SHA-256 of all decisions: ranks compare it before the first collective."""
         decided = {"micro_batches": self.micro_batches(), "logical_to_physical": self.placement_LE.tolist()}
         about = {"sample_ids": self.sample_ids, "topology": self.topology, "model": self.model}
-        return content_hash({**decided, **about, "num_tokens": self.total_tokens})
+        return content_hash({**decided, **about, "num_tokens": self.total_tokens, "max_tokens": self.max_tokens})
 
     @property
     def placement_id(self) -> str:
@@ -172,12 +172,14 @@ def check_form(plan: Plan) -> None:
     """Raise :class:`RoutePackError` where the parts of a plan contradict one another; nothing else is looked at."""
     if not isinstance(plan, Plan):
         raise RoutePackError(f"Expected a Plan, got {type(plan).__name__}. Plan.load(path) reads one.")
+    _check_types(plan)
     topology, samples = plan.topology, len(plan.sample_ids)
     check_packing(plan.row_N, plan.slot_N, samples, plan.num_rows, topology.data_parallel_size)
     cells = np.zeros((plan.num_rows, topology.data_parallel_size), np.int64)
     np.add.at(cells, (plan.row_N, plan.slot_N), 1)
     row, slot = np.unravel_index(int(cells.argmin()), cells.shape)
     layers, experts = len(plan.model.moe_layers), np.shape(plan.placement_LE)[-1] if np.ndim(plan.placement_LE) else 0
+    limits = {"unknown_tokens": plan.total_tokens, "unknown_samples": samples, "extrapolated_lengths": samples}
     most = cells.size * plan.max_tokens - plan.counters.get("padding_tokens", 0)
     for wrong, said in (
         (cells.min() == 0, f"Cell (row {row}, slot {slot}) is empty."),
@@ -206,7 +208,14 @@ def check_form(plan: Plan) -> None:
             not 0 <= plan.lower_bound_s <= plan.predicted.step_time_s * (1 + 1e-9),
             f"lower_bound_s = {plan.lower_bound_s} is not between 0 and the predicted {plan.predicted.step_time_s} s.",
         ),
-        (min(plan.counters.values(), default=0) < 0, "A counter is negative."),
+        *(
+            (not 0 <= count <= limits.get(name, count), f"counters.{name} = {count} is not 0 to {limits.get(name)}.")
+            for name, count in plan.counters.items()
+        ),
+        (
+            plan.moves.experts and not plan.provenance.get("previous_placement_id"),
+            "It moves experts, but its provenance names no previous placement.",
+        ),
     ):
         if wrong:
             raise RoutePackError(said)
@@ -214,15 +223,54 @@ def check_form(plan: Plan) -> None:
     _check_moves(plan)
 
 
+def _check_types(plan: Plan) -> None:
+    """Refuse parts of another type: only those that were read from a file have been through its schema."""
+    counters, texts = plan.counters, (plan.sample_ids, plan.notes)
+    kinds: dict[str, type] = {
+        "topology": Topology,
+        "model": PlannedModel,
+        "predicted": StepTime,
+        "default": StepTime,
+        "moves": ExpertMoves,
+        "num_rows": int,
+        "max_tokens": int,
+        "total_tokens": int,
+        "lower_bound_s": float,
+        "sample_ids": tuple,
+        "notes": tuple,
+        "counters": dict,
+        "provenance": dict,
+    }
+    for name, kind in kinds.items():
+        if type(value := getattr(plan, name)) is not kind:
+            raise RoutePackError(f"Expected {name} to be of type {kind.__name__}, got {value!r:.80}.")
+    for name in ("topology", "model", "predicted", "default"):
+        part = getattr(plan, name)
+        build(kinds[name], {one.name: getattr(part, one.name) for one in fields(part)}, name)
+    if not all(type(text) is str for part in texts for text in part):
+        raise RoutePackError("Expected sample_ids and notes to be text.")
+    if not all(type(name) is str and type(count) is int for name, count in counters.items()):
+        raise RoutePackError("Expected counters to be whole numbers by name.")
+
+
 def _check_moves(plan: Plan) -> None:
     """Refuse moves that are out of range, not in order, or do not lead to the placement."""
+    if not (told := plan.moves.experts):
+        return
+    try:
+        moves = np.array(told)
+    except (ValueError, OverflowError):
+        moves = np.empty(0)
+    if moves.ndim != 2 or moves.shape[1] != 4 or moves.dtype != np.int64:
+        raise RoutePackError("Expected moves of experts to be four whole numbers each.")
+    layer, expert, old, new = moves.T
     layers, experts = plan.placement_LE.shape
-    before: tuple[int, ...] = (-1, -1)
-    for layer, expert, old, new in plan.moves.experts:
-        inside = 0 <= layer < layers and 0 <= expert < experts and 0 <= old < experts
-        if not inside or (layer, expert) <= before or plan.placement_LE[layer, expert] != new or old == new:
-            raise RoutePackError(
-                f"The move of expert {expert} in MoE layer {layer} from slot {old} to {new} is out of range or order, "
-                "or does not lead to the plan's placement."
-            )
-        before = (layer, expert)
+    wrong = (layer < 0) | (layer >= layers) | (expert < 0) | (expert >= experts) | (old < 0) | (old >= experts)
+    where = np.where(wrong, 0, layer * experts + expert)
+    wrong |= (plan.placement_LE.ravel()[where] != new) | (old == new) | (np.diff(where, prepend=-1) <= 0)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise RoutePackError(
+            f"The move of expert {expert[i]} in MoE layer {layer[i]} from slot {old[i]} to {new[i]} is out of range or "
+            "order, or does not lead to the plan's placement."
+        )

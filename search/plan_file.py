@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,11 @@ import numpy as np
 from profiler import ModelSpec, RoutePackError, Topology
 from profiler.files import canonical_json
 from profiler.readers import build
+from search.params import PlannerParams
 
 PLAN_SCHEMA_VERSION = 2
 MOST_PROVENANCE = 2**20
 """Characters that a plan's provenance may have as JSON."""
-HASHES = ("batch_hash", "tables_hash", "bundle_hash", "previous_placement_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class ExpertMoves:
             raise ValueError(f"Expected moves of >= 0 bytes and seconds, got {self.bytes} and {self.seconds}.")
         if any(len(one) != 4 for one in self.experts):
             raise ValueError("Expected every move to be MoE layer, expert, old slot and new slot.")
+        if not self.experts and (self.bytes or self.seconds):
+            raise ValueError(f"Expected no move to be 0 bytes and seconds, got {self.bytes} and {self.seconds}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,31 @@ class Denominators:
     num_samples: int
     num_tokens: int
     """Tokens of the samples; padding is not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryEntry:
+    """Name the version of a model registry that a bundle was loaded from."""
+
+    name: str
+    version: str
+    alias: str
+    """Empty where the version was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProvenance:
+    """Hold those parts of a plan's provenance that have a meaning here; a plan may have more, for people."""
+
+    batch_hash: str = ""
+    tables_hash: str = ""
+    bundle_hash: str = ""
+    registry: RegistryEntry | None = None
+    previous_placement_id: str | None = None
+    planner: str = ""
+    seed: int = 0
+    params: PlannerParams = field(default_factory=PlannerParams)
+    stopped_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +188,12 @@ def placement_of(rows: tuple[tuple[int, ...], ...]) -> np.ndarray:
 
 
 def _check_provenance(provenance: Mapping[str, Any]) -> None:
-    """Refuse a provenance that no JSON file can hold, that is huge, or whose hashes are none."""
+    """Refuse a provenance that no JSON file can hold, that is huge, or whose parts are no such."""
     try:
         size = len(canonical_json(provenance))
     except (TypeError, ValueError, RecursionError) as error:
         raise RoutePackError(f"its provenance is not plain: {error}.") from None
     if size > MOST_PROVENANCE:
         raise RoutePackError(f"its provenance has {size} characters, at most {MOST_PROVENANCE} are read.")
-    for name in HASHES:
-        if not isinstance(value := provenance.get(name), (str, type(None))):
-            raise RoutePackError(f"{name} of its provenance is {value!r:.80}, no hash.")
+    known = {name: value for name, value in provenance.items() if name in PlanProvenance.__slots__}
+    build(PlanProvenance, known, "provenance")

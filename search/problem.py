@@ -279,10 +279,10 @@ def known_tokens(
     Where none are ``given`` they are all tokens, or all but the last sampled one, which engines never route.
     """
     where = [f"{who} {name!r}" for name in names.tolist()]
-    for i, layer, expert in np.argwhere(counts < 0):
+    for i, layer, expert in np.argwhere(counts < 0) if counts.min(initial=0) < 0 else ():
         raise RoutePackError(
-            f"{where[i]} layer {layer}: expert {expert} has the negative count {counts[i, layer, expert]}. Check the "
-            "array's type where it is written."
+            f"{where[i]} MoE layer {layer}: expert {expert} has the negative count {counts[i, layer, expert]}. Check "
+            "the array's type where it is written."
         )
     sums = counts.sum(axis=2, dtype=np.int64)
     known = np.where(sums[:, 0] == top_k * (lengths - 1), lengths - 1, lengths) if given is None else given
@@ -293,13 +293,14 @@ def known_tokens(
         if given is None:
             wanted = f"{top_k * n} = top_k {top_k} x length {n} (or {top_k * (n - 1)} without the last token)"
         raise RoutePackError(
-            f"{where[i]} layer {layer}: counts add up to {sums[i, layer]}, expected {wanted}, the same in every layer. "
-            "Give `known_tokens` where routes are partly unknown."
+            f"{where[i]} MoE layer {layer}: counts add up to {sums[i, layer]}, expected {wanted}, the same in every "
+            "layer. Give `known_tokens` where routes are partly unknown."
         )
-    for i, layer, expert in np.argwhere(counts > known[:, None, None]):
+    above = (counts.max(axis=2) > known[:, None]).any()
+    for i, layer, expert in np.argwhere(counts > known[:, None, None]) if above else ():
         raise RoutePackError(
-            f"{where[i]} layer {layer}: expert {expert} has {counts[i, layer, expert]} tokens of {known[i]}: a token "
-            "picks an expert at most once. Check the layout [samples, layers, experts]."
+            f"{where[i]} MoE layer {layer}: expert {expert} has {counts[i, layer, expert]} tokens of {known[i]}: a "
+            "token picks an expert at most once. Check the layout [samples, layers, experts]."
         )
     return known
 

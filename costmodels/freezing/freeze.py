@@ -16,15 +16,23 @@ from costmodels.cost_model import CostModel, tables_key
 from costmodels.freezing.notes import cores, table_notes
 from costmodels.freezing.pricer import Pricer
 from costmodels.tables import StepTables, lookup_many_ns, node_shift, table_nodes
-from profiler import ModelSpec, Topology
+from profiler import ModelSpec, RoutePackError, Topology
 from profiler.errors import explained
 from profiler.params import check_sizes
+
+MOST_NODE_NS = 1e15
+"""Longest time of a node, eleven days: sums over layers, samples and rows of a step stay inside 64 bits."""
 
 
 def never_falling(time_ns: np.ndarray) -> np.ndarray:
     """Return the nearest non-decreasing whole times: stretches that fall get their geometric mean (of 1 + time)."""
     from scipy.optimize import isotonic_regression
 
+    if not ((time_ns >= 0) & (time_ns <= MOST_NODE_NS)).all():
+        raise RoutePackError(
+            f"The cost model prices a part of one layer at up to {float(np.max(time_ns)):g} ns: its measurements are "
+            "damaged, or the token cap is far beyond them. Profile again, or lower max_tokens_per_microbatch."
+        )
     pooled = np.rint(np.expm1(isotonic_regression(np.log1p(time_ns)).x)).astype(np.int64)
     # The last rounding of a logarithm must not make a pooled block fall short of the time before it.
     return np.maximum.accumulate(pooled)
@@ -42,7 +50,7 @@ def freeze_tables(model: CostModel, spec: ModelSpec, topology: Topology, max_tok
     lengths = [ranges["max_length"][1] if (ranges := pricer.timed(op, shape)) else 0 for op, shape in cores(pricer)]
     experts, length_max = pricer.timed("experts", pricer.experts_shape), int(min(lengths))
     rows_max = int(experts["rows"][1]) * topology.blocks_per_slot if experts else 0
-    return StepTables(
+    tables = StepTables(
         sequence_ns=np.stack([never_falling(pricer.sequence_ns(tokens, kind)) for kind in classes]),
         cell_ns=np.stack([never_falling(pricer.cell_ns(tokens, kind)) for kind in classes]),
         class_layers=np.array([kind.layers for kind in classes], dtype=np.int64),
@@ -65,6 +73,9 @@ def freeze_tables(model: CostModel, spec: ModelSpec, topology: Topology, max_tok
         expert_move_ns=round(pricer.expert_move_ns()),
         link_gbytes_per_s=pricer.stated_link_gbytes_per_s(),
     )
+    if not tables.expert_rank_ns[-1] or not tables.sequence_ns[:, -1].all():
+        raise RoutePackError("The cost model prices attention or experts at less than a nanosecond. Profile again.")
+    return tables
 
 
 def table_errors(model: CostModel, tables: StepTables, samples: int = 500) -> dict[str, Any]:

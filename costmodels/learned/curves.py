@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, rows_by, size_of, take
+from costmodels.features import MOST_LOG, Columns, Operation, check_array, rows_by, size_of, take
 
 TOLERANCE = 0.4
 """Largest difference between the logs of a row's setting and of the curve's at that size."""
@@ -34,6 +34,26 @@ class Curves:
     """[nodes, settings] float32"""
     residual: np.ndarray
     """[nodes] float32: log of time over baseline."""
+
+    def __post_init__(self) -> None:
+        curves, nodes = self.keys.shape[0] if self.keys.ndim == 2 else 0, self.log_size.size
+        check_array("keys", self.keys, np.int64, (curves, *self.keys.shape[1:2]))
+        check_array("starts", self.starts, np.int64, (curves + 1,))
+        check_array("log_size", self.log_size, np.float64, (nodes,))
+        check_array("settings", self.settings, np.float32, (nodes, *self.settings.shape[1:2]))
+        check_array("residual", self.residual, np.float32, (nodes,), MOST_LOG)
+        if self.starts[0] != 0 or self.starts[-1] != nodes or (np.diff(self.starts) < 1).any():
+            raise ValueError("expected the starts of curves to ascend from 0 to their last node")
+        inside = np.delete(np.arange(1, nodes), self.starts[1:-1] - 1)
+        if (self.log_size[inside] <= self.log_size[inside - 1]).any():
+            raise ValueError("expected sizes to ascend along every curve")
+
+    def check_for(self, operation: Operation) -> None:
+        """Raise ValueError unless curves are told apart by what tells this operation's rows apart."""
+        one = {name: np.ones(1) for name in operation.features}
+        wanted = len(operation.shape) + len(operation.curve), len(operation.settings(one))
+        if (found := (self.keys.shape[1], self.settings.shape[1])) != wanted:
+            raise ValueError(f"curves of {operation.name} have {found} keys and settings, this version {wanted}")
 
     def log_ratio(self, operation: Operation, columns: Columns) -> np.ndarray:
         """Return the residual of every row by its curve, NaN where it lies on none."""

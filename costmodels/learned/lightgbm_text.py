@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodels.features import MOST, MOST_LOG
 from costmodels.params import MOST_LEAVES, MOST_TREES
 
 UNUSED = ("leaf_weight=", "leaf_count=", "internal_value=", "internal_weight=", "internal_count=", "tree_sizes=")
@@ -22,10 +23,8 @@ UNUSED = ("leaf_weight=", "leaf_count=", "internal_value=", "internal_weight=", 
 END = "end of trees"
 OBJECTIVES = ("regression_l1", "huber")
 """Losses of ours; all answer the sum of leaves as it is."""
-MOST_LOG = 100.0
-"""Largest leaf, a log of times: no kernel is off by so much."""
-MOST = 1e30
-"""Largest other number, so that no sum of products is infinite; thresholds alone may reach LightGBM's 1e300."""
+MOST_THRESHOLD = 2e300
+"""LightGBM writes 1e300 for infinity."""
 SPLIT_KINDS = (0, 2, 4, 6, 8, 10)
 """``decision_type`` of numeric splits: where missing values go, and what counts as missing."""
 _WHOLE = re.compile(r" *(?:-?[0-9]{1,9}(?: +|$))*")
@@ -68,7 +67,7 @@ def _check_tree(lines: _Lines, inputs: int) -> None:
     lines.expect("num_cat=0")
     lines.whole("split_feature", splits, 0, inputs - 1)
     lines.real("split_gain", splits, MOST)
-    lines.real("threshold", splits, 2e300)
+    lines.real("threshold", splits, MOST_THRESHOLD)
     if set(lines.whole("decision_type", splits, 0, max(SPLIT_KINDS)).tolist()) - set(SPLIT_KINDS):
         raise ValueError(f"{lines.place}: no numeric splits")
     children = np.concatenate([lines.whole(f"{side}_child", splits, -leaves, splits - 1) for side in ("left", "right")])

@@ -20,10 +20,22 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, Ranges, checked_columns, excess_octaves, known_families, take, union
+from costmodels.features import (
+    MOST,
+    Columns,
+    Operation,
+    Ranges,
+    checked_columns,
+    excess_octaves,
+    known_families,
+    take,
+    union,
+)
 from costmodels.learned.residual import Mix, Residual, known_log_ratio, mean_of
 from costmodels.learned.validation import Intervals
+from profiler import RoutePackError
 
+LEAST_SIZE = 1e-9
 PRIOR_RESIDUAL = "prior_log_residual"
 """Input of the discrepancy: log of the prior's time over the prior's baseline."""
 
@@ -46,13 +58,18 @@ class Prior:
     unseen_share: float = 1.0
     """The same in shapes not timed here."""
 
+    def __post_init__(self) -> None:
+        check_parameters(self.source.operation, self.parameters)
+        if not (0 <= self.seen_share <= 1 and 0 <= self.unseen_share <= 1):
+            raise ValueError(f"expected shares from 0 to 1, got {self.seen_share} and {self.unseen_share}")
+
     def predict_us(self, columns: Columns) -> np.ndarray:
         """Return microseconds by the prior's route alone."""
         operation, residual = self.source.operation, self.source.log_residual(columns)
         inputs = {**operation.derive(columns), PRIOR_RESIDUAL: residual}
         members = self.discrepancy.members(operation, columns, inputs)
         log_us = np.log(operation.baseline(columns, self.parameters)) + residual
-        return np.asarray(np.exp(log_us + mean_of(members, members, residual.size)))
+        return _finite(operation, np.exp(log_us + mean_of(members, members, residual.size)))
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,21 @@ class OperationModel:
     intervals: Intervals | None = None
     """None where too few rows could be held out."""
 
+    def __post_init__(self) -> None:
+        operation = self.operation
+        check_parameters(operation, self.parameters)
+        if self.prior is not None and self.prior.source.operation is not operation:
+            raise ValueError(f"the prior of {operation.name} is a model of {self.prior.source.operation.name}")
+        if min(self.rows, self.flagged_rows) < 0 or not (self.empty_us is None or 0 < self.empty_us <= MOST):
+            raise ValueError(f"expected numbers of rows >= 0 and a positive empty_us of {operation.name}")
+        sizes = set(operation.features) - set(operation.shape)
+        for shape, ranges in self.shapes.items():
+            known = len(shape) == len(operation.shape) and all(0 <= number <= MOST for number in shape)
+            least = {name: 0 if name in operation.zero_allowed else LEAST_SIZE for name in ranges}
+            ordered = all(least[name] <= low <= high <= MOST for name, (low, high) in ranges.items())
+            if not (known and ordered and ranges.keys() <= sizes):
+                raise ValueError(f"timed sizes of {operation.name}, shape {shape!r:.60}, are no ranges: {ranges!r:.80}")
+
     @property
     def kind(self) -> str:
         """What it rests on: ``prior``, ``lightgbm``, ``smooth`` (kernel or curves), or ``baseline``: physics alone."""
@@ -111,7 +143,7 @@ class OperationModel:
                 part = take(columns, rows)
                 members = residual.members(self.operation, part, self.operation.derive(part))
                 log_ratio[rows] = known_log_ratio(members, mixes, excess[rows])
-        own_us = np.asarray(self.operation.baseline(columns, self.parameters) * np.exp(log_ratio))
+        own_us = _finite(self.operation, self.operation.baseline(columns, self.parameters) * np.exp(log_ratio))
         if self.prior is None:
             return own_us, outside
         share = np.where(known, self.prior.seen_share, self.prior.unseen_share)
@@ -133,3 +165,22 @@ class OperationModel:
 def blend(own_us: np.ndarray, prior_us: np.ndarray, share: np.ndarray | float) -> np.ndarray:
     """Return the mean of two predictions in log space, ``share`` of it the prior's."""
     return np.asarray(np.exp((1.0 - share) * np.log(own_us) + share * np.log(prior_us)))
+
+
+def check_parameters(operation: Operation, parameters: Mapping[str, float]) -> None:
+    """Raise ValueError unless these are the positive parameters of an operation's baseline."""
+    positive = all(1 / MOST <= value <= MOST for value in parameters.values())
+    if list(parameters) != list(operation.parameters) or not positive:
+        raise ValueError(
+            f"expected positive numbers for {list(operation.parameters)} of {operation.name}, got {parameters!r:.80}"
+        )
+
+
+def _finite(operation: Operation, time_us: np.ndarray) -> np.ndarray:
+    """Return predicted times; RoutePackError where physics and what was learned leave everything that a time can be."""
+    if (wrong := ~(np.isfinite(time_us) & (time_us > 0))).any():
+        raise RoutePackError(
+            f"The cost model predicts {time_us[wrong][0]} us for {operation.name}: its measurements or files are "
+            "damaged. Run `routepack fit` again, on sound measurements."
+        )
+    return np.asarray(time_us)

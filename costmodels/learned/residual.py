@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodels.features import Columns, Names, Operation
+from costmodels.features import MOST_LOG, Columns, Names, Operation
 from costmodels.learned.curves import Curves, fit_curves
 from costmodels.learned.smooth import Kernel, fit_kernel
 from costmodels.learned.trees import ABSOLUTE, HUBER, Trees, grow_trees
@@ -51,6 +51,10 @@ class Residual:
     smooth: Kernel | None = None
     trees: Trees | None = None
     curve: Curves | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not abs(self.scale) <= MOST_LOG:
+            raise ValueError(f"expected a scale, a log, within +-{MOST_LOG:g}, got {self.scale}")
 
     def members(self, operation: Operation, columns: Columns, derived: Columns) -> dict[str, np.ndarray]:
         """Return the log residual of each member that was fitted; NaN for rows on no curve."""

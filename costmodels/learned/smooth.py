@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns, Names
+from costmodels.features import MOST, Columns, Names, check_array, check_limits
 from costmodels.params import FitParams
 
 MATERN_LENGTH = 4.0
@@ -54,6 +54,16 @@ class Kernel:
     offset: float
     limits: tuple[float, float]
     """Least and largest answer."""
+
+    def __post_init__(self) -> None:
+        inputs, centres = len(self.names), len(self.points)
+        for name in ("centre", "scale", "slope"):
+            check_array(name, getattr(self, name), np.float64, (inputs,))
+        check_array("points", self.points, np.float64, (centres, inputs))
+        check_array("weights", self.weights, np.float64, (centres,))
+        if not (self.scale > 0).all() or not 1e-9 <= self.length <= MOST or not abs(self.offset) <= MOST:
+            raise ValueError("expected a kernel's scale and length to be positive, and its offset finite")
+        check_limits(self.limits)
 
     def log_ratio(self, derived: Columns) -> np.ndarray:
         """Return the log of time over baseline."""

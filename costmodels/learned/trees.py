@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns, Names
-from costmodels.learned.lightgbm_text import MOST_LOG, check_text, stored_text
+from costmodels.features import Columns, Names, check_limits
+from costmodels.learned.lightgbm_text import check_text, stored_text
 from costmodels.params import FitParams
 
 Loss = dict[str, Any]
@@ -38,8 +38,7 @@ class Trees:
     def __post_init__(self) -> None:
         for text in (self.text, *filter(None, [self.linear_text])):
             check_text(text, self.names)
-        if not -MOST_LOG <= self.limits[0] <= self.limits[1] <= MOST_LOG:
-            raise ValueError(f"expected limits of linear leaves inside +-{MOST_LOG:g}, ascending, got {self.limits}")
+        check_limits(self.limits)
 
     @cached_property
     def boosters(self) -> list[Any]:

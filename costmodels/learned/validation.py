@@ -21,7 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.features import Columns, Operation, Parameters, excess_octaves, shape_ranges, size_of, take
+from costmodels.features import (
+    MOST,
+    MOST_LOG,
+    Columns,
+    Operation,
+    Parameters,
+    excess_octaves,
+    shape_ranges,
+    size_of,
+    take,
+)
 from costmodels.learned.baseline import fit_baseline
 from costmodels.learned.residual import STEADY, Mix, best_mix, fit_residual, known_log_ratio, mean_of
 from costmodels.learned.trees import grow_trees
@@ -218,6 +228,15 @@ class Intervals:
     """Sizes that divide the classes, ascending."""
     half_log: tuple[float, ...]
     """Per class."""
+
+    def __post_init__(self) -> None:
+        widths = all(0 <= half <= MOST_LOG for half in self.half_log) and len(self.half_log) == len(self.edges) + 1
+        if (
+            not widths
+            or any(not 0 < edge <= MOST for edge in self.edges)
+            or list(self.edges) != sorted(set(self.edges))
+        ):
+            raise ValueError("expected edges of intervals that ascend, and one half-width of 0 or more for every class")
 
     def half_widths(self, size: np.ndarray) -> np.ndarray:
         """Return every row's half-width inside the timed sizes, as a log."""

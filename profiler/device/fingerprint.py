@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.errors import RoutePackError
+from profiler.params import check_settings
 
 GIB = 2**30
 TOLERANCE = 0.10
@@ -62,6 +63,12 @@ class DeviceFingerprint:
     clock_max_mhz: int = _fact(NEAR, NONE, default=0)
     """Highest clock of the multiprocessors."""
 
+    def __post_init__(self) -> None:
+        check_settings(self, {fact.name: (0, 2**40) for fact in fields(self) if fact.type == "int"})
+        told = self.software.items() if isinstance(self.software, dict) else [(None, None)]
+        if not all(isinstance(one, str) for pair in told for one in pair):
+            raise ValueError(f"Expected software to map names to versions, got {self.software!r:.80}.")
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         return asdict(self)
@@ -71,8 +78,8 @@ class DeviceFingerprint:
         """Read what :meth:`to_dict` wrote; raise RoutePackError if a field is missing or unknown."""
         try:
             return cls(**value)
-        except TypeError as error:
-            raise RoutePackError(f"Device fingerprint {value!r} is damaged: {error}. Profile again.") from None
+        except (TypeError, ValueError) as error:
+            raise RoutePackError(f"Device fingerprint {value!r:.80} is damaged: {error} Profile again.") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +233,8 @@ def network_cards(system: Path = Path("/sys")) -> str:
 
 def link_rates(fingerprint: DeviceFingerprint) -> tuple[float, float]:
     """Return bytes per second and direction of one rank's links and of all its node's network cards; 0 if unknown."""
-    inside = re.search(r"([\d.]+) GB/s", fingerprint.interconnect)
-    cards = re.findall(r"(\d+) x ([\d.]+) Gb/s", fingerprint.network)
+    inside = re.search(r"(\d{1,9}(?:\.\d{1,9})?) GB/s", fingerprint.interconnect)
+    cards = re.findall(r"(\d{1,9}) x (\d{1,9}(?:\.\d{1,9})?) Gb/s", fingerprint.network)
     return (float(inside[1]) * 1e9 if inside else 0.0, sum(int(count) * float(rate) for count, rate in cards) * 1e9 / 8)
 
 

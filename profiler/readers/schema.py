@@ -59,7 +59,7 @@ def _value(kind: Any, value: Any, place: str) -> Any:
         return list(_items((*inner, ...), value, place))
     if origin in (dict, Mapping) or kind is dict:
         return _mapping(inner, value, place)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if type(value) is not kind:
         names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}

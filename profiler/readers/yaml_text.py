@@ -6,6 +6,7 @@ value written by hand means here what it looks like. ``1e-3`` is a number.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 from profiler.errors import RoutePackError
 from profiler.readers.raw import read_bytes, reason, shown
 
-MAX_BYTES = 128 << 10
-"""PyYAML reads some 100 KiB a second; settings have a few."""
+MAX_BYTES = 64 << 10
+"""PyYAML reads 20 to 100 KiB a second; settings have a few."""
 MAX_DEPTH = 64
 MAX_DIGITS = 40
 
@@ -25,10 +26,13 @@ def read_yaml(path: Path | str, what: str, hint: str = "Write it again.") -> Any
 
     raw = read_bytes(path, what, MAX_BYTES)
     try:
-        return yaml.load(raw.decode("utf-8"), Loader=_loader())
-    except UnicodeDecodeError:
+        value = yaml.load(raw.decode("utf-8"), Loader=_loader())
+        if b"\\" in raw:  # half a character can be escaped, and never be written again
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except UnicodeError:
         raise RoutePackError(f"{what} {shown(path)} cannot be read: it is no UTF-8 text. {hint}") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise RoutePackError(f"{what} {shown(path)} cannot be read: {reason(error)}. {hint}") from None
 
 

@@ -265,7 +265,7 @@ def _count_sample(ids: np.ndarray, num_experts: int, where: str) -> tuple[np.nda
     for places, problem in wrong:
         for token, layer, k in _found(places):
             said = problem.format(id=ids[token, layer, k])
-            raise RoutePackError(f"{where} layer {layer}: token {token} {said}")
+            raise RoutePackError(f"{where} MoE layer {layer}: token {token} {said}")
     layers = ids.shape[1]
     keys = ids[known] + (np.arange(layers) * num_experts)[:, None]
     counts = np.bincount(keys.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)

@@ -18,10 +18,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiler.errors import RoutePackError
-from profiler.files import check_place, file_hash, write_bytes, write_json
+from profiler.errors import RoutePackError, explained
+from profiler.files import file_hash, write_bytes, write_json
+from profiler.places import check_place, new_folder
 from profiler.readers import read_json
-from routepack_tune.bundle import COST_MODEL_FILE, cost_model_header, dtype_of
+from routepack_tune.bundle import COST_MODEL_FILE, dtype_of
 from routepack_tune.environment import environment
 
 if TYPE_CHECKING:
@@ -65,48 +66,64 @@ def locked_study(folder: Path) -> Iterator[None]:
         yield
 
 
-def known_study(folder: Path, task: TuneTask) -> dict[str, Any] | None:
-    """Return what the folder's ``study.json`` holds, None where there is none."""
+def known_study(folder: Path, task: TuneTask, costmodel: Path) -> dict[str, Any] | None:
+    """Return what the folder's ``study.json`` holds, None where there is none; files that were lost are made again."""
     if not (folder / STUDY_FILE).is_file():
         return None
     known = read_study(folder)
     task.check_same(known["signature"], f"The study in {folder}")
+    if any(not (folder / name).is_file() for name in known["files"]):
+        known["files"] = write_inputs(folder, task, costmodel)  # the same inputs give the same files
     return known
 
 
-def set_aside(folder: Path) -> None:
-    """Move the folder's study to ``earlier/NAME``; storages and the tracking store stay, they hold many studies."""
+def set_aside(folder: Path) -> str:
+    """Move the folder's study to ``earlier/NAME``; storages and the tracking store stay, they hold many studies.
+
+    Return its name, empty where there is none.
+    """
     if not (folder / STUDY_FILE).is_file():
-        return
+        return ""
     document = read_json(folder / STUDY_FILE, "Study")
-    name = re.sub(r"[^\w.-]", "_", str(document.get("study_name", "study")))
-    target, number = folder / EARLIER / name, 1
+    told = document.get("study_name", "study") if isinstance(document, dict) else "study"
+    name = re.sub(r"[^\w.-]", "_", str(told)[:100]).lstrip(".") or "study"
+    target, number, kept = folder / EARLIER / name, 1, list[Path]()
     while target.exists():
         number += 1
         target = folder / EARLIER / f"{name}-{number}"
-    target.mkdir(parents=True)
-    names = [path.name for path in folder.iterdir() if _is_ours(path.name)]
-    # The document goes last: until then the folder is the earlier study's.
-    for name in sorted(names, key=lambda name: (name == STUDY_FILE, name)):
-        if not name.startswith((EARLIER, "study.journal")):
-            shutil.move(folder / name, target / name)
+    # Whole there before anything goes here, the document first: a kill leaves the study here or there, never in parts.
+    with new_folder(target) as copy:
+        for path in folder.iterdir():
+            if _is_ours(path.name) and not path.name.startswith((EARLIER, "study.journal")):
+                shutil.copy2(path, copy / path.name)
+                kept.append(path)
+    for path in sorted(kept, key=lambda path: path.name != STUDY_FILE):
+        path.unlink()
+    return str(document.get("study_name", ""))
 
 
-def begin_study(
-    folder: Path, task: TuneTask, name: str, settings: Config, files: Sequence[Path], costmodel: Path, storage: str
-) -> dict[str, Any]:
-    """Write what a new study's folder must hold; return what ``study.json`` says."""
-    from routepack_tune.drift import stated_half_log
+def write_inputs(folder: Path, task: TuneTask, costmodel: Path) -> dict[str, str]:
+    """Write what ``deploy`` needs beside the document; return the SHA-256 of each file by name."""
     from routepack_tune.steps.traces import save_step_batch
-    from routepack_tune.steps.workload import workload_statistics
 
     tables = {tables_file(cap, task.max_tokens): task.tables_of(cap) for cap in task.caps}
     for file, frozen in tables.items():
         frozen.save(folder / file)
     write_bytes(folder / COST_MODEL_FILE, (costmodel / COST_MODEL_FILE).read_bytes())
     save_step_batch(folder / RECHECK_FILE, task.batches[-1])
-    header, steps = cost_model_header(costmodel), zip(task.names, files, task.batches, strict=True)
-    hashes = {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)}
+    return {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)}
+
+
+def begin_study(
+    folder: Path, task: TuneTask, name: str, settings: Config, files: Sequence[Path], costmodel: Path, storage: str
+) -> dict[str, Any]:
+    """Write what a new study's folder must hold; return what ``study.json`` says."""
+    from costmodels.cost_model import read_header
+    from routepack_tune.drift import stated_half_log
+    from routepack_tune.steps.workload import workload_statistics
+
+    hashes = write_inputs(folder, task, costmodel)
+    header, steps = read_header(costmodel), zip(task.names, files, task.batches, strict=True)
     document = {
         "schema_version": STUDY_SCHEMA_VERSION,
         "study_name": name,
@@ -115,12 +132,12 @@ def begin_study(
         "config": settings.effective,
         "steps": [{"name": name, "file": path.name, "data_hash": batch.data_hash} for name, path, batch in steps],
         "storage": storage,
-        "fingerprint": header["fingerprint"],
+        "fingerprint": header.fingerprint.to_dict(),
         "cost_model": {
             "sha256": hashes[COST_MODEL_FILE],
-            "data_hash": header.get("data_hash"),
+            "data_hash": header.data_hash,
             "half_log": stated_half_log(header),
-            "dtype": dtype_of(header),
+            "dtype": dtype_of(header.provenance),
         },
         "workload": workload_statistics(task.names, task.batches),
         "environment": environment(),
@@ -141,16 +158,17 @@ def read_study(folder: Path | str, *, whole: bool = False) -> dict[str, Any]:
         raise RoutePackError(
             f"{folder} holds no {STUDY_FILE}: it is no study. Give the folder that `routepack tune` wrote."
         )
+    from routepack_tune.study.document import check_document
+
     document = read_json(path, "Study")
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != STUDY_SCHEMA_VERSION:
         raise RoutePackError(
-            f"Study {folder} has schema_version {version!r}, this version reads {STUDY_SCHEMA_VERSION}. Update "
+            f"Study {folder} has schema_version {version!r:.40}, this version reads {STUDY_SCHEMA_VERSION}. Update "
             "routepack-tune, or tune again."
         )
-    missing = {"signature", "config", "files", "summary", "study_name", "tracking"} - set(document)
-    if missing:
-        raise RoutePackError(f"Study {path} lacks {', '.join(sorted(missing))}: it was edited. Tune again.")
+    with explained(after=" Tune again."):
+        check_document(document, f"Study {path} is damaged")
     for name, expected in document["files"].items() if whole else ():
         path = Path(folder, Path(name).name)
         if not path.is_file() or file_hash(path) != expected:

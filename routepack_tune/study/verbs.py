@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
-from profiler.files import check_place, content_hash, write_json, write_text
+from profiler.files import content_hash, write_json, write_text
+from profiler.places import check_place, claimed
 from profiler.readers import read_json
 from profiler.redact import redacted
-from routepack_tune.bundle import PLANNER_FILE, check_replaceable, cost_model_header, typed_parts, write_bundle
+from routepack_tune.bundle import PLANNER_FILE, check_replaceable, typed_parts, write_bundle
 from routepack_tune.config import Config, load_config
 from routepack_tune.environment import version
 from routepack_tune.planner import Planner
@@ -73,6 +74,7 @@ def tune(
     RoutePackError
         If an input is wrong (before anything is written), the folder holds another study, or no trial is feasible.
     """
+    from costmodels.cost_model import read_header
     from routepack_tune.reports.tuning import tuning_page
     from routepack_tune.tracking.store import tracking_uri
     from routepack_tune.tracking.sync import StudySync
@@ -85,22 +87,29 @@ def tune(
     check_place(out, folder=True)
     settings, out, costmodel = load_config(config), Path(out), Path(costmodel)
     uri = tracking_uri(settings.tune.tracking_uri, out)
-    cost_model_header(costmodel)  # refused before the batches are read
+    read_header(costmodel)  # refused before the batches are read
     task, files = _tune_task(steps, costmodel, settings, seed)
     task = dataclasses.replace(task, enqueue=tuple(best_setting(path, task) for path in warm_start))
     with locked_study(out):
         name = f"routepack-{content_hash(task.signature)[:12]}"  # the same inputs get the same one, in any storage
         where = storage or choose_storage(out)
+        earlier = ""
         if new_study:
             name = open_study(task, where, name, new_study=True).study_name
-            set_aside(out)
+            earlier = set_aside(out)
         shown = redacted(storage or "")
-        document = known_study(out, task) or begin_study(out, task, name, settings, files, costmodel, shown)
+        document = known_study(out, task, costmodel) or begin_study(out, task, name, settings, files, costmodel, shown)
         sync, name = StudySync(out, uri, task, document), document["study_name"]
-        summary = run_study(task, where, name, trials, workers=workers, ray=ray, observer=observer, listener=sync)
-        document |= {"state": "finished", "trials": trials, "summary": summary}
-        write_json(out / STUDY_FILE, document)
-        write_text(report := out / TUNING_REPORT_FILE, tuning_page(document))
+        if earlier:
+            sync.end("KILLED", earlier)
+        try:
+            summary = run_study(task, where, name, trials, workers=workers, ray=ray, observer=observer, listener=sync)
+            document |= {"state": "finished", "trials": trials, "summary": summary}
+            write_json(out / STUDY_FILE, document)
+            write_text(report := out / TUNING_REPORT_FILE, tuning_page(document))
+        except BaseException as error:
+            sync.end("FAILED" if isinstance(error, Exception) else "KILLED")
+            raise
         document["tracking"] = sync.finish(summary, [report])
         write_json(out / STUDY_FILE, document)
         return document
@@ -117,9 +126,11 @@ def deploy(study: Path | str, out: Path | str, register: str | None = None) -> P
     RoutePackError
         If the study has no feasible trial or its files changed; nothing is written then.
     """
-    from routepack_tune.tracking.registry import register_bundle
+    from routepack_tune.tracking.registry import check_registered_name, register_bundle
 
     study, out = Path(study), Path(out)
+    if register is not None:
+        check_registered_name(register)
     check_replaceable(out, PLANNER_FILE)
     document = read_study(study, whole=True)
     summary = document["summary"] or {}
@@ -130,11 +141,13 @@ def deploy(study: Path | str, out: Path | str, register: str | None = None) -> P
     uri = _registry_uri(study, document) if register else ""
     exported = exported_settings(document)
     planner, recheck = _planner_of_study(study, document, exported)
-    write_bundle(out, planner, _provenance(document, exported, recheck))
+    with claimed(out, "deploying to"):
+        write_bundle(out, planner, _provenance(document, exported, recheck))
+        registered = register_bundle(out, register, uri, document) if register else ""
     what = "the default settings" if summary["export"] == "defaults" else f"trial {summary['best']['number']}"
     _LOG.info("The bundle holds %s. %s", what, summary["export_reason"])
-    if register:
-        _LOG.info(register_bundle(out, register, uri, document))
+    if registered:
+        _LOG.info(registered)
     return out
 
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 REGISTERED_PREFIX = "routepack-costmodel-"
 PICTURES = "plots"
+DATA = "routepack.data"
+"""Tag of a fit: the hash of its measurements, by which the next one finds what a kill left RUNNING."""
 
 
 def track_fit(model: CostModel, folder: Path | str, pictures: Mapping[str, str], uri: str, experiment: str) -> None:
@@ -41,8 +43,9 @@ def track_fit(model: CostModel, folder: Path | str, pictures: Mapping[str, str],
         _log(model, Path(folder), pictures, uri, experiment)
     except Exception as error:
         told = f"{type(error).__name__}: {what_mlflow_said(error, uri)}"
+        where = redacted(uri)
         warnings.warn(
-            f"MLflow at {redacted(uri)} could not log the cost model ({told}). It is whole in {folder}.",
+            f"MLflow at {where} could not log the cost model ({told}). It is whole in {folder}: run it again.",
             stacklevel=2,
         )
 
@@ -52,7 +55,10 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
     client, example = store.client, input_example(model)
     from mlflow.models import infer_signature  # after the client: importing MLflow is quiet from there on
 
-    run_id = store.create_run(f"fit {model.spec.name}", {KIND: "fit", NOTE: cost_model_note(model)})
+    for left in store.find(f"tags.`{KIND}` = 'fit' and tags.`{DATA}` = '{model.data_hash}'"):
+        store.end(left, "KILLED")
+    tags = {KIND: "fit", DATA: model.data_hash, NOTE: cost_model_note(model)}
+    run_id = store.create_run(f"fit {model.spec.name}", tags)
     try:
         store.log(run_id, fit_facts(model), fit_metrics(model))
         with tempfile.TemporaryDirectory() as temporary:
@@ -72,7 +78,7 @@ def _log(model: CostModel, folder: Path, pictures: Mapping[str, str], uri: str, 
                 store, run_id, "costmodel", "pyfunc_costmodel.py", clean, name, tags, cost_model_note(model), **how
             )
             promote(client, name, version, ABOUT_COST_MODELS)
-    except Exception:
+    except BaseException:
         client.set_terminated(run_id, status="FAILED")
         raise
     client.set_terminated(run_id, status="FINISHED")

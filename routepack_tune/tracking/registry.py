@@ -23,7 +23,15 @@ from profiler.redact import redacted
 from routepack_tune.config import check_tracking_uri
 from routepack_tune.tracking.database import ARTIFACTS, beside_database, database_path, make_database
 from routepack_tune.tracking.describe import ABOUT_PLANNERS, PLANNER_TAG, version_note, version_tags
-from routepack_tune.tracking.store import KIND, Store, log_pyfunc, mlflow_errors, quiet_mlflow, what_mlflow_said
+from routepack_tune.tracking.store import (
+    KIND,
+    Store,
+    is_cured_by_waiting,
+    log_pyfunc,
+    mlflow_errors,
+    quiet_mlflow,
+    what_mlflow_said,
+)
 
 CHAMPION, PREVIOUS = "champion", "previous"
 PLANNER_FILE = "planner.yaml"
@@ -39,6 +47,14 @@ class RolledBack(NamedTuple):
     previous: str
 
 
+def check_registered_name(name: str) -> None:
+    """Refuse a name that a registry, its filters or the address ``models:/NAME@ALIAS`` cannot hold."""
+    if not re.fullmatch(r"[\w.+-][\w .+-]{0,198}(?<! )", name) or not name.strip("."):
+        raise RoutePackError(
+            f"{name!r:.80} is no name for a planner. Use letters, digits, blanks inside, and . _ + - only, at most 200."
+        )
+
+
 def register_bundle(bundle: Path | str, name: str, uri: str, document: Mapping[str, Any]) -> str:
     """Register a bundle of the study that ``document`` describes and make it the champion; return what was done.
 
@@ -49,20 +65,22 @@ def register_bundle(bundle: Path | str, name: str, uri: str, document: Mapping[s
     try:
         store = Store(uri, tracking.get("experiment") or "routepack-tune")
         client, tags = store.client, version_tags(held, summary)
+        run_id = _known_run(store, tracking.get("run_id", ""), tags[PLANNER_TAG])
         if version := _same_planner(client, name, tags[PLANNER_TAG]):
             was_champion = _version_of(client, name, CHAMPION) == version
             promote(client, name, version)
             moved = "stays the champion" if was_champion else "is the champion now"
             return f"Version {version} of {name} is this planner already: no version was added, it {moved}."
-        run_id = _run_of_study(store, tracking.get("run_id", ""), name)
+        run_id = run_id or store.create_run(f"bundle {name}", {KIND: "bundle", PLANNER_TAG: tags[PLANNER_TAG]})
         note, how = version_note(held, summary, name), {"signature": planner_signature()}
         version = log_pyfunc(store, run_id, "bundle", "pyfunc_planner.py", bundle, name, tags, note, **how)
         promote(client, name, version, ABOUT_PLANNERS)
     except mlflow_errors() as error:
-        said = what_mlflow_said(error, uri)
+        said = what_mlflow_said(error, uri).rstrip(".")
+        when = "when it is back" if is_cured_by_waiting(error) else "with that mended or another MLFLOW_TRACKING_URI"
         raise RoutePackError(
-            f"The bundle {bundle} is written, but MLflow could not register it as {name!r}: {said} Check the tracking "
-            "server and run `routepack deploy` again."
+            f"The bundle {bundle} is written, but MLflow at {redacted(uri)} could not register it as {name!r}: {said}. "
+            f"Run `routepack deploy` again {when}."
         ) from None
     return f"Registered as version {version} of {name}, the champion now."
 
@@ -78,14 +96,17 @@ def _quoted(name: str) -> str:
     return f'"{name}"' if "'" in name else f"'{name}'"
 
 
-def _run_of_study(store: Store, run_id: str, name: str) -> str:
-    """Return the run that the bundle is logged with: the study's, or a new one where the store does not hold that."""
+def _known_run(store: Store, run_id: str, planner: str) -> str:
+    """Return the run that the bundle is logged with: the study's, one that a kill left over; empty if there is none."""
     from mlflow.exceptions import MlflowException
 
+    found = store.find(f"tags.`{KIND}` = 'bundle' and tags.`{PLANNER_TAG}` = '{planner}'")
     with contextlib.suppress(MlflowException):
-        if run_id and store.client.get_run(run_id).info.lifecycle_stage == "active":
-            return run_id
-    return store.create_run(f"bundle {name}", {KIND: "bundle"})
+        if run_id and (run := store.client.get_run(run_id)).info.lifecycle_stage == "active":
+            found = [run, *found]
+    for run in found:
+        store.end(run, "FINISHED")
+    return str(found[0].info.run_id) if found else ""
 
 
 def planner_signature() -> Any:

@@ -7,6 +7,7 @@ refused before any work. No non-finite number is ever logged as a metric: a tag 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import math
@@ -74,6 +75,35 @@ def what_mlflow_said(error: Exception, *urls: str) -> str:
     return " ".join(redacted(error, *urls).split())[:300]
 
 
+def is_cured_by_waiting(error: Exception) -> bool:
+    """Tell a store that is away, overloaded or locked from one that refuses what it is asked."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import OperationalError
+
+    if _RACED.search(str(error)):
+        return True
+    if isinstance(error, RoutePackError) or _REFUSED.search(str(error)):
+        return False
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+        return status >= 500 or status in (408, 429)
+    if isinstance(error, OSError) and error.errno in _LASTING:
+        return False
+    return isinstance(error, OSError | OperationalError | sqlite3.OperationalError)
+
+
+_RACED = re.compile(r"unique constraint|duplicate key|concurrently", re.IGNORECASE)
+"""What databases say where somebody else wrote the same at the same time: it is there the next time."""
+_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOENT, errno.ENOTDIR)
+_REFUSED = re.compile(
+    r"read-?\s?only|permission denied|access denied|not allowed|no such (table|column|module)|malformed|not a database|"
+    r"unable to open database|database or disk is full|authentication failed|no password supplied|does not exist|"
+    r"out-of-date|certificate",
+    re.IGNORECASE,
+)
+"""What stores and drivers say, under kinds of error that also mean an outage, of what only a change of ours cures."""
+
+
 def tracking_uri(configured: str, folder: Path | str) -> str:
     """Return where to track: what is configured, else ``MLFLOW_TRACKING_URI``, else SQLite inside ``folder``."""
     if configured:
@@ -121,7 +151,13 @@ class Store:
     def create_run(self, name: str, tags: Mapping[str, str]) -> str:
         """Begin a run and return its id; its source is the verb that it is of."""
         tags = {"mlflow.source.name": f"routepack {name.split()[0]}", "mlflow.source.type": "LOCAL", **tags}
-        return str(self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id)
+        texts = {tag: _short(text) for tag, text in tags.items()}
+        return str(self.client.create_run(self.experiment_id, run_name=_short(name, 200), tags=texts).info.run_id)
+
+    def end(self, run: Any, status: str) -> None:
+        """End a run that is still RUNNING."""
+        if run.info.status == "RUNNING":
+            self.client.set_terminated(run.info.run_id, status=status)
 
     @property
     def runs_page(self) -> str:
@@ -194,6 +230,18 @@ def tracking_at(mlflow: Any, uri: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextlib.contextmanager
+def _resumed(mlflow: Any, store: Store, run_id: str) -> Iterator[None]:
+    """Make a run the active one; one that had ended keeps its end, whatever happens."""
+    status = store.client.get_run(run_id).info.status
+    try:
+        with mlflow.start_run(run_id=run_id):
+            yield
+    finally:
+        if status != "RUNNING":
+            store.client.set_terminated(run_id, status=status)
+
+
 def log_pyfunc(
     store: Store,
     run_id: str,
@@ -216,7 +264,7 @@ def log_pyfunc(
         warnings.catch_warnings(action="ignore"),
         contextlib.redirect_stderr(io.StringIO()),
         tracking_at(mlflow, store.uri),
-        mlflow.start_run(run_id=run_id),
+        _resumed(mlflow, store, run_id),
     ):
         logged = mlflow.pyfunc.log_model(
             name=name,
@@ -231,10 +279,12 @@ def log_pyfunc(
 
 
 def _key(name: str) -> str:
-    """Return a name that MLflow takes as a key."""
-    return re.sub(r"[^\w\-./ ]", "_", name, flags=re.ASCII)[:250]
+    """Return a name that MLflow takes as a key: in its letters, and as a path that stands for itself."""
+    parts = [part for part in re.sub(r"[^\w\-./ ]", "_", name, flags=re.ASCII).split("/") if part.strip(". ")]
+    return "/".join(parts)[:250].rstrip("/") or "_"
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 500 else text[:497] + "..."
+def _short(value: Any, most: int = 500) -> str:
+    """Return a text that every database takes: of a certain length, in Unicode, without NUL."""
+    text = str(value).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
+    return text if len(text) <= most else text[: most - 3] + "..."

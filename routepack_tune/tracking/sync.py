@@ -12,6 +12,7 @@ log to MLflow's Default one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import statistics
@@ -26,7 +27,19 @@ from profiler.errors import RoutePackError
 from profiler.files import canonical_json, content_hash, write_json
 from profiler.redact import redacted
 from routepack_tune.tracking.describe import number_metrics, study_note
-from routepack_tune.tracking.store import KIND, NOTE, REASON, STATE, STUDY, TRIAL, Store, own_uri, what_mlflow_said
+from routepack_tune.tracking.store import (
+    KIND,
+    NOTE,
+    REASON,
+    STATE,
+    STUDY,
+    TRIAL,
+    Store,
+    is_cured_by_waiting,
+    mlflow_errors,
+    own_uri,
+    what_mlflow_said,
+)
 from search import BatchScore, TuneTask
 from search.tuning.objective import study_value
 from search.tuning.trials import state_of
@@ -70,7 +83,7 @@ class StudySync:
             self._send()
         except Exception as error:
             if self._again == 0:
-                self._warn(error, "The study goes on, its trials are sent when it is back")
+                self._warn(error, "The study goes on", "its trials are sent when it is back")
             self._again = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
         else:
@@ -83,7 +96,8 @@ class StudySync:
             self._send_outcome(summary, files)
             self._find_trials()  # several launchers may have sent one trial each: the oldest stays
         except Exception as error:
-            self._warn(error, "The study is whole without it; the same command sends what is missing when it is back")
+            self._warn(error, "The study is whole without it", "the same command sends what is missing when it is back")
+            self.end("FAILED")
         else:
             if page := self._store.runs_page:
                 _LOG.info("Runs in MLflow: %s", page)
@@ -93,6 +107,16 @@ class StudySync:
             "run_id": self.run_id,
             "trial_run_id": self.trial_runs.get(summary["best"]["number"], ""),
         }
+
+    def end(self, status: str, name: str = "") -> None:
+        """Leave no run RUNNING of a study that ended early: this one, or an earlier one by ``name``."""
+        if not name and not self.run_id:
+            return
+        with contextlib.suppress(RoutePackError, *mlflow_errors()):
+            found = self._store.find(f"tags.`{STUDY}` = '{name or self._document['study_name']}'")
+            for run in found:
+                for one in (*self._store.find(f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"), run):
+                    self._store.end(one, status)
 
     def _send(self) -> None:
         """Send what is missing; a trial that is refused holds up no other, a second failure in a row ends it."""
@@ -127,13 +151,14 @@ class StudySync:
             if not store.find(f"tags.`mlflow.parentRunId` = '{twin.info.run_id}'"):
                 store.client.delete_run(twin.info.run_id)
         run_id = str(found[0].info.run_id)
-        known = found[0].data.params  # another machine's: a parameter has one value
-        facts = {name: value for name, value in study_facts(self._task, document).items() if name not in known}
-        store.log(run_id, params=facts)
+        known = found[0].data.params  # a parameter has one value
+        facts = {name: value for name, value in study_facts(self._task).items() if name not in known}
+        store.log(run_id, params=facts, tags=machine_facts(self._task, document))
         store.client.update_run(run_id, status="RUNNING")
         store.client.log_inputs(run_id, step_batches(self._task))
         store.client.log_dict(run_id, {name: document[name] for name in INPUTS}, "inputs.json")
-        store.client.log_dict(run_id, document["environment"], "environment.json")
+        environment = document["environment"]  # every machine's has a file of its own
+        store.client.log_dict(run_id, environment, f"environment/{content_hash(environment)[:8]}.json")
         return run_id
 
     def _find_trials(self) -> None:
@@ -157,7 +182,11 @@ class StudySync:
             self.trial_runs[number],
             params=trial.params,  # what all trials share is the parent's
             metrics=trial_metrics(self._task, attrs["scores"] if state != "infeasible" else ()),
-            tags={STATE: state, REASON: attrs.get("infeasible") or attrs.get("pruned", "")},
+            tags={
+                STATE: state,
+                REASON: attrs.get("infeasible") or attrs.get("pruned", ""),
+                "routepack.machine": attrs.get("machine", ""),
+            },
             time_ms=int(trial.datetime_complete.timestamp() * 1000),
         )
         self._store.client.set_terminated(self.trial_runs[number], status="FINISHED")
@@ -180,16 +209,19 @@ class StudySync:
             self._store.client.log_artifact(self.run_id, str(path))
         self._store.client.set_terminated(self.run_id, status="FINISHED")
 
-    def _warn(self, error: Exception, way_out: str) -> None:
+    def _warn(self, error: Exception, meanwhile: str, later: str) -> None:
+        """Say what failed, and what becomes of the study: what waiting does not cure nobody is told to wait for."""
+        if not is_cured_by_waiting(error):
+            later = "no waiting cures this: mend it or name another store, then the same command sends what is missing"
         told = what_mlflow_said(error, self._store.uri)
         if not isinstance(error, RoutePackError):
             told = f"{type(error).__name__}: {told}"
         uri = redacted(self._store.uri)
-        warnings.warn(f"MLflow at {uri} could not be brought up to date ({told}). {way_out}.", stacklevel=3)
+        warnings.warn(f"MLflow at {uri} could not be brought up to date ({told}). {meanwhile}; {later}.", stacklevel=3)
 
 
-def study_facts(task: TuneTask, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that a study's parent run shows: its inputs, and the settings that no trial changes."""
+def study_facts(task: TuneTask) -> dict[str, Any]:
+    """Return the parameters that a study's parent run shows: what is the same wherever the study is worked on."""
     constants = {name: value for name, value in dataclasses.asdict(task.base).items() if name not in task.space}
     return {
         "model": task.spec.name,
@@ -199,15 +231,22 @@ def study_facts(task: TuneTask, document: Mapping[str, Any]) -> dict[str, Any]:
         "step_batches": len(task.batches),
         "held_out": task.num_holdout,
         "seed": task.seed,
+        "tables_hash": task.tables.tables_hash,
+        "batches_hash": content_hash(task.signature["batches"]),
+    }
+
+
+def machine_facts(task: TuneTask, document: Mapping[str, Any]) -> dict[str, str]:
+    """Return tags of the parent run: what the machine that came last has of its own; trials name theirs."""
+    facts = {
         "sampler": task.params.sampler,
         "device": document["fingerprint"]["name"],
-        "tables_hash": task.tables.tables_hash,
-        "batches_hash": content_hash(document["signature"]["batches"]),
         "cost_model_sha256": document["cost_model"]["sha256"],
         "cost_model_data_hash": document["cost_model"]["data_hash"],
         **{f"version.{name}": text for name, text in document["environment"]["versions"].items()},
         **{f"machine.{name}": value for name, value in document["environment"]["machine"].items()},
     }
+    return {name: str(fact) for name, fact in facts.items()}
 
 
 def step_batches(task: TuneTask) -> list[DatasetInput]:

@@ -71,7 +71,7 @@ class TuneParams:
         checks = [
             ("sampler", f"one of {', '.join(SAMPLERS)}", self.sampler in SAMPLERS),
             ("sampler", "tpe or gp with two_objectives", not (self.two_objectives and self.sampler == "cmaes")),
-            ("experiment", "a name", bool(self.experiment)),
+            ("experiment", "a name", 0 < len(self.experiment.strip()) <= 250 and self.experiment.isprintable()),
         ]
         for name, wanted, holds in checks:
             if not holds:

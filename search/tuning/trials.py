@@ -17,7 +17,9 @@ it could write it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import platform
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler import RoutePackError
+from profiler import RoutePackError, fingerprint_device
 from search.tuning.objective import BatchScore, Scorer, objectives_of
 from search.tuning.samplers import distributions, make_pruner, make_sampler
 from search.tuning.storage import Locks, alone
@@ -119,11 +121,19 @@ def begin_trial(study: Any, locks: Locks, target: int, space: dict[str, Any], wo
                 lock = next(number for number in itertools.count(1) if locks.take(number))
                 trial = study.ask(space)
                 trial.set_user_attr("worker", worker)
+                trial.set_user_attr("machine", _machine())
                 trial.set_user_attr("lock", lock)
                 return trial
         if finished >= target:
             return None
         time.sleep(POLL_S * random.uniform(0.5, 1.5))
+
+
+@functools.cache
+def _machine() -> str:
+    """Return what planning times hang on and what may differ from worker to worker."""
+    host = fingerprint_device("cpu")
+    return f"{host.name} ({host.arch}), {host.units} cores, Python {platform.python_version()}"
 
 
 def fail_abandoned(study: Any, locks: Locks) -> None:

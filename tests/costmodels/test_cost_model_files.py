@@ -61,7 +61,7 @@ def test_saving_over_an_older_folder_leaves_nothing_of_it(fitted, saved, tmp_pat
 def test_the_folder_holds_text_json_and_plain_arrays(saved):
     assert {path.suffix for path in saved.rglob("*") if path.is_file()} == {".json", ".npz"}
     header = json.loads((saved / "costmodel.json").read_text())
-    assert header["schema_version"] == 3
+    assert header["schema_version"] == 4
     entry = header["operations"]["experts-forward"]
     assert entry["kind"] in ("lightgbm", "smooth")
     assert list(entry["features"])[:2] == ["rows", "active_experts"]

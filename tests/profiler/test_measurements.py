@@ -1,10 +1,13 @@
+import re
+
 import numpy as np
 import pytest
 
-from profiler import Measurements, RoutePackError
+from profiler import DeviceFingerprint, Measurements, RoutePackError
 from profiler.measurements import COLUMNS
 
-META = {"fingerprint": {"kind": "cpu"}, "backward": "measured", "schema_version": 2}
+DEVICE = DeviceFingerprint("cpu", "ours", "x86_64", "a name", 2, 4, "", 1)
+META = {"fingerprint": DEVICE.to_dict(), "backward": "measured", "schema_version": 2}
 ROWS = [
     {"case_id": "0" * 16, "op": "dense", "direction": "forward", "status": "ok", "time_us": 1.5, "spread_us": 0.25,
      "repeats_us": [1.25, 1.5, 1.75], "source": "measured", "kernel": "mm", "dtype": "float32", "tokens": 7,
@@ -59,10 +62,10 @@ def test_damaged_files_are_named(measurements, tmp_path):
         Measurements.load(tmp_path)
     path = measurements.save(tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RoutePackError, match="damaged"):
+    with pytest.raises(RoutePackError, match="cannot be read"):
         Measurements.load(path)
     path.write_bytes(b"not parquet")
-    with pytest.raises(RoutePackError, match="damaged"):
+    with pytest.raises(RoutePackError, match="cannot be read"):
         Measurements.load(path)
 
 
@@ -83,3 +86,68 @@ def test_other_parquet_files_and_other_schemas_are_refused(measurements, tmp_pat
         monkeypatch.undo()
         with pytest.raises(RoutePackError, match=f"schema_version {version}, this version reads 2"):
             Measurements.load(path)
+
+
+@pytest.mark.parametrize("time_us", [np.nan, np.inf, 0.0, -5.0, 1e-300, 1e300])
+def test_useless_times_are_refused_with_their_cases(tmp_path, time_us):
+    measurements = Measurements.from_rows([{**ROWS[0], "time_us": time_us}, ROWS[1]], META)
+    with pytest.raises(
+        RoutePackError, match=rf"1 of 2 rows have a time_us .* {'0' * 16} dense {re.escape(str(time_us))}"
+    ) as caught:
+        Measurements.load(measurements.save(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("op", ["dense", "sorcery"], "op 'sorcery' is unknown"), ("direction", ["forward", "up"], "direction 'up'"),
+        ("status", ["ok", "fine"], "status 'fine' is unknown"), ("tokens", [-1, 0], "a tokens that is not 0 to"),
+        ("n", [2**60, 0], "a n that is not 0 to"), ("spread_us", [1e300, 0.0], "a spread_us"),
+        ("case_id", [1, 2], "case_id is of the type int64, expected text"),
+        ("op", [None, "dense"], "op has 1 rows without a value"), ("tokens", [7, None], "tokens has 1 rows without"),
+        ("tokens", ["7", "0"], "tokens is of the type string, expected whole"),
+        ("tokens", [7.5, 0.0], "tokens is of the type double, expected whole"),
+        ("time_us", ["1.5", "2"], "time_us is of the type string"),
+        ("time_us", [[1.5], [2.0]], "time_us is of the type"),
+        ("time_us", [1.5, None], "time_us has 1 rows without"), ("repeats_us", [1.0, 2.0], "repeats_us is of the type"),
+        ("repeats_us", [["1"], ["2"]], "repeats_us is of the type"), ("flag", [[""], [""]], "flag is of the type"),
+    ],
+)  # fmt: skip
+def test_columns_of_another_type_or_range_are_named(measurements, tmp_path, name, values, words):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = measurements.save(tmp_path)
+    table = pq.read_table(path)
+    place = table.column_names.index(name)
+    pq.write_table(table.set_column(place, name, pa.array(values)), path)
+    with pytest.raises(RoutePackError, match=words) as caught:
+        Measurements.load(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ({"fingerprint": None}, "fingerprint"), ({"fingerprint": []}, "fingerprint"), ({"fingerprint": {}}, "missing"),
+        ({"fingerprint": {**DEVICE.to_dict(), "units": "2"}}, "units"),
+        ({"fingerprint": {**DEVICE.to_dict(), "software": {"torch": 2}}}, "software"),
+        ({"fingerprint": {**DEVICE.to_dict(), "ranks_per_node": True}}, "ranks_per_node"),
+        ({"doubts": "none"}, "doubts"), ({"doubts": [1]}, "doubts"), ({"steadiness": {"problems": 3}}, "steadiness"),
+        ({"steadiness": 3}, "steadiness"),
+    ],
+)  # fmt: skip
+def test_what_they_say_of_themselves_is_checked(tmp_path, meta, words):
+    path = Measurements.from_rows(ROWS, {**META, **meta}).save(tmp_path)
+    with pytest.raises(RoutePackError, match=words) as caught:
+        Measurements.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_git_lfs_pointer_says_so(tmp_path):
+    path = tmp_path / "measurements.parquet"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(RoutePackError, match=r"is a Git LFS pointer.*git lfs pull"):
+        Measurements.load(path)

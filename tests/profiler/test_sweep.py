@@ -131,11 +131,49 @@ def test_a_refused_run_leaves_the_folder_as_it_was(copy):
     assert (copy / JOURNAL_NAME).read_bytes() == before
 
 
-def test_a_damaged_journal_and_foreign_measurements_are_clear_errors(copy):
-    text = (copy / JOURNAL_NAME).read_text()
-    (copy / JOURNAL_NAME).write_text(text.replace('{"rows"', "{rows", 1))
-    with pytest.raises(RoutePackError, match=r"damaged in line \d+"):
+def test_damaged_lines_are_left_out_and_their_cases_timed_again(copy, finished):
+    lines = (copy / JOURNAL_NAME).read_text().splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if line.startswith('{"rows"'))
+    ids = [row["case_id"] for row in json.loads(lines[first])["rows"]]
+    kept = [line for line in lines if ids[0] not in line]  # a case that was looked at again has several
+    kept.insert(1, lines[first].replace('{"rows"', "{rows", 1))
+    (copy / JOURNAL_NAME).write_text("".join(kept))
+    with pytest.warns(UserWarning, match=r"cases.jsonl: line 2 cannot be read.*cases in it are timed again"):
+        again = profile(copy)
+    assert set(finished[1].rows["case_id"]) == set(again.rows["case_id"])
+    assert set(again.select(case_id=ids[0]).rows["status"]) == {"ok"}
+
+
+ROW = {"case_id": "a", "op": "dense", "direction": "forward", "status": "ok", "time_us": 2.0}
+DAMAGED = [
+    {}, {"rows": 3}, {"rows": [3]}, {"rows": [{}]}, {"rows": [{**ROW, "time_us": "2"}]}, {"sideways": 1},
+    {"rows": [{**ROW, "time_us": 0.0}]}, {"rows": [{**ROW, "op": "x"}]}, {"rows": [{**ROW, "tokens": -1}]},
+    {"rows": [{**ROW, "tokens": 1.5}]}, {"rows": [{**ROW, "repeats_us": ["1"]}]}, {"rows": [], "header": {}},
+    {"header": {}}, {"header": 3}, {"anchor": {"case_id": "a"}}, {"session": []}, {"round": {"minutes": "1"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ["null", "[]", "3", "{", "\xff", "[" * 5000, "9" * 6000, *map(json.dumps, DAMAGED)])
+def test_a_line_of_any_other_content_is_left_out(finished, tmp_path, line):
+    header = (finished[0] / JOURNAL_NAME).read_text().splitlines()[0]
+    (tmp_path / JOURNAL_NAME).write_text(f"{line}\n{header}\n{json.dumps({'rows': [ROW]})}\n", encoding="latin-1")
+    with pytest.warns(UserWarning, match=r"line 1.*left out") as caught:
+        journal = Journal(tmp_path)
+    with journal:
+        assert journal.header["dtype"] == "float32"
+        assert journal.rows == {"a": ROW}
+    assert "\n" not in str(caught[0].message)
+
+
+def test_without_its_header_a_journal_is_refused(copy):
+    lines = (copy / JOURNAL_NAME).read_text().splitlines(keepends=True)
+    damaged = [line.replace('"threads"', '"thread"') for line in lines]
+    (copy / JOURNAL_NAME).write_text("".join(damaged))
+    with pytest.raises(RoutePackError, match=r"no longer says which device and model .*choose another --out"):
         profile(copy)
+
+
+def test_foreign_measurements_are_a_clear_error(copy):
     (copy / JOURNAL_NAME).unlink()
     with pytest.raises(RoutePackError, match="of other origin"):
         profile(copy)

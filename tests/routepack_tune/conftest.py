@@ -12,6 +12,7 @@ import pytest
 from strategies import make_tables
 
 from costmodels import tables_key
+from costmodels.cost_model import SCHEMA_VERSION, Header
 from costmodels.tables import TABLES
 from profiler import fingerprint_device
 from profiler.files import write_json
@@ -72,10 +73,13 @@ def write_cost_model(folder, settings, fingerprint):
     key = tables_key(settings.model, settings.topology, settings.max_tokens_per_microbatch)
     # Milliseconds, so that planning is short against a step, as in real work.
     slow = {name: getattr(tables, name) * 100_000 for name in TABLES}
-    dataclasses.replace(tables, key=key, **slow).save(folder / "tables.npz")
-    header = {"schema_version": 1, "fingerprint": fingerprint.to_dict(), "data_hash": "0" * 64}
-    header |= {"model": {"name": settings.model.name}, "topology": dataclasses.asdict(settings.topology)}
-    write_json(folder / "costmodel.json", {**header, "max_tokens": settings.max_tokens_per_microbatch})
+    tables = dataclasses.replace(tables, key=key, **slow)
+    tables.save(folder / "tables.npz")
+    header = Header(
+        SCHEMA_VERSION, fingerprint, *settings.job[:2], settings.fit, settings.max_tokens_per_microbatch, "0" * 64,
+        provenance=[], table_errors={}, doubts=(), notes=tables.notes, tables_hash=tables.tables_hash, operations={},
+    )  # fmt: skip
+    write_json(folder / "costmodel.json", header)
 
 
 @pytest.fixture

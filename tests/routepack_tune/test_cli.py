@@ -129,7 +129,7 @@ def test_counts_that_do_not_add_up(capsys, job):
     counts = job.arrays()["expert_counts"].astype(np.int64)
     counts[7, 1, 3] += 1
     path = with_arrays(job, "bad.npz", expert_counts=counts)
-    fails(capsys, job, *plan_arguments(job, path), words=["bad.npz", "'p1r3' layer 1", "add up to", "top_k 2"])
+    fails(capsys, job, *plan_arguments(job, path), words=["bad.npz", "'p1r3' MoE layer 1", "add up to", "top_k 2"])
 
 
 def test_expert_id_outside_the_model(capsys, job):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -251,13 +252,13 @@ def test_intervals_of_median_and_trend():
 
 
 def test_stated_half_widths_come_from_the_cost_model():
+    half_log = {"attention": (0.02, 0.04, 0.06), "dense": (0.01,), "alltoall": None}
     operations = {
-        "a": {"operation": "attention", "intervals": {"half_log": [0.02, 0.04, 0.06]}},
-        "d": {"operation": "dense", "intervals": {"half_log": [0.01]}},
-        "x": {"operation": "alltoall", "intervals": None},
+        name: SimpleNamespace(operation=name, intervals=found and SimpleNamespace(half_log=found))
+        for name, found in half_log.items()
     }
-    assert stated_half_log({"operations": operations}) == {"attention": 0.04}
-    assert stated_half_log({}) == {}
+    assert stated_half_log(SimpleNamespace(operations=operations)) == {"attention": 0.04}
+    assert stated_half_log(SimpleNamespace(operations={})) == {}
 
 
 def test_the_verb_prints_the_verdict_and_exits_by_it(job, planner, bundle, capsys):

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,7 @@ from search import Plan, PlannerParams, StreamingPlanner, check_plan, plan_step
 from search.plan import check_form
 
 SMALL = PlannerParams(max_iterations=4096, placement_swaps=200, starts=1)
-TOPOLOGY, CAP = TOPOLOGIES[2], 64
+TOPOLOGY, CAP, CAP_KEY = TOPOLOGIES[2], 64, "max_tokens_per_microbatch"
 
 
 def make_case(seed=0, layers=2):
@@ -37,8 +37,8 @@ def rehashed(document):
     try:
         decided = {name: document[name] for name in ("micro_batches", "logical_to_physical")}
         about = {name: document[name] for name in ("sample_ids", "topology", "model")}
-        tokens = document["denominators"]["num_tokens"]
-        document["plan_hash"] = content_hash({**decided, **about, "num_tokens": tokens})
+        numbers = {"num_tokens": document["denominators"]["num_tokens"], "max_tokens": document[CAP_KEY]}
+        document["plan_hash"] = content_hash({**decided, **about, **numbers})
         document["placement_id"] = content_hash(document["logical_to_physical"])
         document["physical_to_logical"] = np.argsort(document["logical_to_physical"], axis=1).tolist()
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -109,10 +109,18 @@ def wrong(place, value):
         (("predicted", "step_time_s"), -1.0, "not the sum of parts"),
         (("predicted", "step_time_s"), float("nan"), "finite|nan"),
         (("lower_bound_s",), 1e9, "lower_bound_s"),
+        (("lower_bound_s",), 10**400, "lower_bound_s"),
         (("moves", "experts", 0), [0, 0, 0, 99], "move of expert"),
         (("moves", "experts", 0, 0), 2**40, "move of expert"),
         (("moves", "bytes"), -1, ">= 0 bytes"),
-        (("counters", "padding_tokens"), -1, "negative"),
+        (("counters", "padding_tokens"), -1, "padding_tokens = -1 is not 0"),
+        (("counters", "unknown_tokens"), 2**40, "unknown_tokens = .* is not 0 to"),
+        (("moves",), {"experts": [], "bytes": 0, "seconds": 1.0}, "no move to be 0"),
+        (("provenance",), {}, "names no previous placement"),
+        (("provenance", "seed"), "x", "seed"),
+        (("provenance", "params", "starts"), -1, "starts"),
+        (("provenance", "registry"), {"name": "j", "version": 3}, "alias|version"),
+        (("provenance", "more"), "x" * 2**20, "characters"),
         (("counters", "padding_tokens"), True, "padding_tokens"),
         (("counters", "padding_tokens"), "3", "padding_tokens"),
         (("provenance",), {"tables_hash": 7}, "tables_hash"),
@@ -187,3 +195,12 @@ def test_a_previous_plan_of_something_else_is_refused_by_naming_both(kind, strea
     make = partial(StreamingPlanner, *CASE[1:], **how) if stream else partial(plan_step, *CASE, **how)
     with pytest.raises(RoutePackError, match=words):
         make()
+
+
+@pytest.mark.parametrize("value", [None, "x", 1.5, [], {}, [[1]], np.zeros(3), True, -1])
+@pytest.mark.parametrize("name", [one.name for one in fields(Plan)])
+def test_plans_made_by_hand_of_anything_are_refused_or_sound(name, value):
+    plan = replace(PLAN, **{name: value})
+    made, refused = said(lambda: plan_step(*CASE, replace(SMALL, max_iterations=1), previous=plan))
+    assert made is None or name in ("notes", "counters", "sample_ids")
+    assert made is not None or "revious plan" in refused

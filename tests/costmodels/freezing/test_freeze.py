@@ -11,8 +11,9 @@ from oracles import lookup_slow
 from costmodels import freeze_tables, lookup_many_ns, lookup_ns
 from costmodels.freezing.freeze import never_falling
 from costmodels.freezing.pricer import Pricer, skewed_counts
+from costmodels.learned.residual import Residual
 from costmodels.tables import node_shift, table_nodes
-from profiler import Topology
+from profiler import RoutePackError, Topology
 
 TOPOLOGIES = [
     Topology(),
@@ -221,3 +222,21 @@ def test_recomputation_prices_the_forward_twice(fitted):
     assert pricers[1].exchange_ns(rows) == pytest.approx(1.5 * pricers[0].exchange_ns(rows))
     assert any("priced twice" in note for note in twice.notes)
     assert not any("priced twice" in note for note in once.notes)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e300, -1.0])
+def test_times_that_no_layer_takes_are_never_frozen(wrong):
+    with pytest.raises(RoutePackError, match="prices a part of one layer at"):
+        never_falling(np.array([1.0, wrong]))
+
+
+@pytest.mark.parametrize("op", ["experts", "attention"])
+def test_times_too_short_for_a_nanosecond_are_no_tables(fitted, op):
+    model = fitted.models[op, "forward"]
+    faster = {
+        name: value * 1e-12 ** model.operation.parameters[name].device_power for name, value in model.parameters.items()
+    }
+    bare = replace(model, parameters=faster, known=Residual(), unseen=Residual(), mixes={}, reasons=("none",))
+    models = fitted.models | {(op, "forward"): bare}
+    with pytest.raises(RoutePackError, match="less than a nanosecond"):
+        freeze_tables(replace(fitted, models=models), fitted.spec, fitted.topology, 100)

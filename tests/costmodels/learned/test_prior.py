@@ -9,12 +9,14 @@ import pytest
 
 from costmodels import CostModel, fit_cost_model, freeze_tables, tables_for
 from costmodels.choose import choose_points
-from costmodels.cost_model import load_model, save_model
 from costmodels.fit import fit_operation
+from costmodels.learned.files import Entry, load_model, save_model
 from costmodels.learned.predictor import PRIOR_RESIDUAL
 from costmodels.learned.residual import fit_discrepancy, mean_of
 from costmodels.operations import OPERATIONS
 from profiler import RoutePackError, Topology
+from profiler.files import write_json
+from profiler.readers import build, read_json
 
 OP = OPERATIONS["experts"]
 FLOOR_US, WORK_US, ROW_US = 12.0, 6.0 / 1.2e8, 0.002
@@ -146,7 +148,9 @@ def test_intervals_are_those_of_the_joint_model(fitted, synthetic, new_gpu, tmp_
     # What a saved cost model states, and `routepack check` allows, is the joint model's too.
     entry = save_model(tmp_path, model)
     assert entry["intervals"]["half_log"] == model.intervals.half_log
-    assert load_model(tmp_path, entry).intervals == model.intervals
+    write_json(tmp_path / "entry.json", entry)
+    read = build(Entry, read_json(tmp_path / "entry.json", "Entry"), "entry")
+    assert load_model(tmp_path, read).intervals == model.intervals
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.cost_model import save_model
 from costmodels.fit import fit_operation
+from costmodels.learned.files import save_model
 from costmodels.learned.validation import (
     HeldOut,
     Intervals,

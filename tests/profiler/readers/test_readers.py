@@ -26,6 +26,10 @@ JSON_REFUSED = {
     "surrogate": ('["\\ud800"]', "no UTF-8"),
     "bytes": (b"\xff\xfe", "no UTF-8"),
     "empty": ("", "Expecting value"),
+    "many": ("[" + "{}," * (1 << 21) + "1]", "values, at most 2,097,152"),
+    "open strings": ('"' + '\\"' * 100_000 + "\\", "Unterminated"),
+    "exponent": ("[-1E+999]", "not finite"),
+    "keys": ("{" + ",".join(f'"{i}":1' for i in [*range(50_000), 7]) + "}", "'7' is given twice"),
     "constant in text": ('["]]]]", NaN]', "NaN"),
 }
 YAML_REFUSED = {
@@ -42,6 +46,8 @@ YAML_REFUSED = {
     "key": ("? [a]\n: 1\n", "no text"),
     "bytes": (b"\xff\xfe\x00", "UTF-8"),
     "large": ("a: 1e999\n", "not finite"),
+    "surrogate": ('a: "\\ud800"\n', "UTF-8"),
+    "no character": ('a: "\\UFFFFFFFF"\n', "too large"),
 }
 
 
@@ -81,6 +87,46 @@ def test_any_bytes_are_a_value_or_one_line(tmp_path_factory, data):
         except RoutePackError as error:
             said = str(error)
         assert "\n" not in said
+
+
+WRITTEN = {
+    read_json: lambda: json.dumps({"a": [1, -2.5, "t", None, True], "b": {"c": [[]], "d": 9e99}}).encode(),
+    read_yaml: lambda: b"a: [1, -2.5, t, null]\nb: {c: [[]], d: 9e99}\n'e': \"f\"\n",
+    read_npz: lambda: npz(a=np.arange(9), b=np.array(["x", "y"]), c=np.ones((2, 3))),
+    read_parquet: lambda: parquet_bytes(),
+}
+
+
+def parquet_bytes():
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"a": [1, 2], "b": ["x", None], "c": [[1.5], []]}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(WRITTEN)), st.data())
+def test_changed_bytes_are_a_value_or_one_line(tmp_path_factory, read, draw):
+    data = bytearray(WRITTEN[read]())
+    for _ in range(draw.draw(st.integers(1, 4))):
+        place = draw.draw(st.integers(0, len(data)))
+        data[place : place + draw.draw(st.integers(0, 6))] = draw.draw(
+            st.binary(max_size=6) | st.sampled_from([b"\xff" * 8, b"9" * 30, b"[" * 99, b"\x7f\xff\xff\xff"])
+        )
+    path = tmp_path_factory.getbasetemp() / "changed"
+    path.write_bytes(data)
+    said = ""
+    try:
+        read(path, "Anything")
+    except RoutePackError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+def test_errors_are_one_line_whatever_they_quote():
+    assert str(RoutePackError("a\nb\x1b[2J\ud800 \u2028é")) == "a\\nb\\x1b[2J\\ud800 \\u2028é"
 
 
 @pytest.mark.parametrize("case", YAML_REFUSED)
@@ -146,7 +192,29 @@ def encrypted():
     return bytes(data)
 
 
+def packed(method):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        archive.writestr("a.npy", b"\x93NUMPY\x01\x00v\x00" + header().ljust(117) + b"\n" + bytes(24))
+    return buffer.getvalue()
+
+
+def long_directory():
+    """A second end of the directory, for 64 bits, that states another size."""
+    data = npz(a=np.arange(3))
+    end = data.rfind(b"PK\x05\x06")
+    fields = (44).to_bytes(8, "little") + bytes(12) + (1).to_bytes(8, "little") * 2 + (1 << 40).to_bytes(8, "little")
+    wide = b"PK\x06\x06" + fields + bytes(8)
+    locator = b"PK\x06\x07" + bytes(4) + end.to_bytes(8, "little") + (1).to_bytes(4, "little")
+    return data[:end] + wide + locator + data[end:]
+
+
 NPZ_REFUSED = {
+    "bz2": lambda: packed(zipfile.ZIP_BZIP2),
+    "lzma": lambda: packed(zipfile.ZIP_LZMA),
+    "directory": long_directory,
+    "no Unicode": lambda: npz(a=np.array([0xD800], np.uint32).view("U1")),
+    "no character": lambda: npz(a=np.array([0x110000], np.uint32).view("U1")),
     "truncated": lambda: npz(a=np.arange(300))[:-40],
     "objects": lambda: npz(a=np.array([{}], dtype=object)),
     "huge shape": lambda: member(header(shape="(9223372036854775807, 9)")),

@@ -51,7 +51,7 @@ def test_known_tokens_allow_missing_routes():
     counts[1] = 0
     known = np.array([4, 0])
     assert batch_from_arrays(changed(expert_counts=counts, known_tokens=known), SPEC).known_tokens.tolist() == [4, 0]
-    with pytest.raises(RoutePackError, match=r"'1' layer 0.*add up to 0.*known_tokens"):
+    with pytest.raises(RoutePackError, match=r"'1' MoE layer 0.*add up to 0.*known_tokens"):
         batch_from_arrays(changed(expert_counts=counts), SPEC)
 
 
@@ -80,10 +80,10 @@ def test_all_hidden_layers_are_accepted_and_dense_ones_dropped():
         (changed(expert_counts=np.zeros((2, 5, 8), np.int32)), ["5 layers", "3 MoE layers", "another model"]),
         (changed(expert_counts=np.zeros((2, 3, 10), np.int32)), ["10 experts", "has 8", "redundant experts"]),
         (changed(expert_counts=np.zeros((2, 3, 6), np.int32)), ["6 experts", "has 8", "another model"]),
-        (changed(expert_counts=with_count(1, 2, 0, -3)), ["'1' layer 2", "expert 0", "negative count -3"]),
+        (changed(expert_counts=with_count(1, 2, 0, -3)), ["'1' MoE layer 2", "expert 0", "negative count -3"]),
         (
             changed(expert_counts=with_count(1, 2, 0, 5)),
-            ["'1' layer 2", "add up to 11", "12 = top_k 2 x length 6", "10"],
+            ["'1' MoE layer 2", "add up to 11", "12 = top_k 2 x length 6", "10"],
         ),
         (changed(expert_counts=np.where(np.arange(8) == 0, [[[8]], [[12]]], 0).repeat(3, 1)), ["at most once", "of 4"]),
         (changed(known_tokens=np.array([4, 7])), ["known_tokens 7", "0..6"]),
@@ -224,7 +224,7 @@ def test_samples_are_named_by_anything_and_lists_are_no_names(tmp_path):
 def test_half_unknown_token_is_refused():
     arrays = routes(dtype=np.int8)
     arrays["expert_ids"][6, 1] = -1
-    with pytest.raises(RoutePackError, match=r"sample '1' layer 1: token 2 mixes ids and -1"):
+    with pytest.raises(RoutePackError, match=r"sample '1' MoE layer 1: token 2 mixes ids and -1"):
         batch_from_arrays(arrays, SPEC)
 
 
@@ -233,7 +233,7 @@ def test_ids_outside_the_experts_name_value_layer_and_cause(value, hint):
     arrays = routes(dtype=np.int8)
     arrays["expert_ids"][5, 2, 1] = value
     with pytest.raises(
-        RoutePackError, match=rf"sample '1' layer 2: token 1 has expert id {value}, outside 0..7.*{hint}"
+        RoutePackError, match=rf"sample '1' MoE layer 2: token 1 has expert id {value}, outside 0..7.*{hint}"
     ):
         batch_from_arrays(arrays, SPEC)
 
@@ -249,7 +249,7 @@ def test_wide_ids_survive_narrow_stores():
 def test_repeated_expert_in_a_row_is_refused():
     arrays = routes()
     arrays["expert_ids"][0, 1] = 3
-    with pytest.raises(RoutePackError, match=r"sample '0' layer 1: token 0 names expert 3 twice"):
+    with pytest.raises(RoutePackError, match=r"sample '0' MoE layer 1: token 0 names expert 3 twice"):
         batch_from_arrays(arrays, SPEC)
 
 

@@ -260,7 +260,10 @@ def test_winner_that_fails_its_recheck_is_not_deployed(study, tmp_path, monkeypa
 
 def test_newer_or_edited_studies_are_refused(study, tmp_path):
     document = json.loads((study / "study.json").read_text())
-    for changed, words in (({**document, "schema_version": 2}, "schema_version 2"), ({"schema_version": 1}, "lacks")):
+    for changed, words in (
+        ({**document, "schema_version": 2}, "schema_version 2"),
+        ({"schema_version": 1}, "is missing"),
+    ):
         (study / "study.json").write_text(json.dumps(changed))
         with pytest.raises(RoutePackError, match=words):
             deploy(study, tmp_path / "bundle")

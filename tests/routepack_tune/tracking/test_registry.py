@@ -136,6 +136,8 @@ def test_registered_bundle_resolves_by_alias_and_is_the_same(study_template, sma
         assert int(version.version) == 1
         assert version.run_id == json.loads((study / "study.json").read_text())["tracking"]["run_id"]
         loaded = load_planner("models:/tiny@champion")
+        entry = {"name": "tiny", "version": "1", "alias": "champion"}
+        assert loaded.provenance["registry"] == loaded.plan(job.step).provenance["registry"] == entry
         model = mlflow.pyfunc.load_model("models:/tiny@champion")
         planned = model.predict([str(job.step)])
         signature = mlflow.models.get_model_info("models:/tiny@champion").signature
@@ -251,3 +253,25 @@ def test_a_loaded_version_is_known_by_name_version_and_alias(moved):
     with tracking_at(quiet_mlflow(), own_uri(moved[0])):
         assert download_bundle("models:/j@champion")[1] == {"name": "j", "version": "1", "alias": "champion"}
         assert download_bundle("models:/j/1")[1] == {"name": "j", "version": "1", "alias": ""}
+
+
+@pytest.mark.parametrize("name", ["", " ", "a/b", "a:b", "a@b", "..", "a'\"b", "a\nb", "x" * 201, "a ", "\udcff"])
+def test_names_that_no_registry_can_hold_are_refused_before_any_work(study_template, tmp_path, name):
+    with pytest.raises(RoutePackError, match="is no name for a planner"):
+        deploy(study_template.folder / "study", tmp_path / "bundle", register=name)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_registering_leaves_no_run_running_and_no_end_changed(moved, monkeypatch):
+    study = moved[0]
+    document, uri = json.loads((study / "study.json").read_text()), own_uri(study)
+    client = quiet_mlflow().MlflowClient(tracking_uri=uri, registry_uri=uri)
+    run_id = document["tracking"]["run_id"]
+    client.update_run(run_id, status="RUNNING")  # as a kill leaves it
+    register_bundle(study.parent / "bundle", "j", uri, document)
+    assert client.get_run(run_id).info.status == "FINISHED"
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.pyfunc.log_model", lambda **_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(RoutePackError, match=r"No space left.*deploy` again with that mended"):
+            register_bundle(study.parent / "bundle", "full", uri, document)
+    assert client.get_run(run_id).info.status == "FINISHED"

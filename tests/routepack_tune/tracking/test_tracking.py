@@ -7,6 +7,7 @@ import json
 import math
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -91,10 +92,10 @@ def score(name, step_s):
 
 def trial(number, scores=(("step0", 1.0),), **attrs):
     """A finished trial as Optuna's storages give it."""
-    state = TrialState.PRUNED if attrs else TrialState.COMPLETE
+    state = TrialState.PRUNED if set(attrs) - {"machine"} else TrialState.COMPLETE
     attrs["scores"] = [asdict(score(*one)) for one in scores]
     chosen = {"params": {"stickiness": 0.5}, "distributions": {"stickiness": FloatDistribution(0.25, 10.0)}}
-    made = create_trial(state=state, value=None if len(attrs) > 1 else 1.0, user_attrs=attrs, **chosen)
+    made = create_trial(state=state, value=None if state == TrialState.PRUNED else 1.0, user_attrs=attrs, **chosen)
     made.number = number
     made.datetime_complete = datetime.fromtimestamp(number + 0.001)
     return made
@@ -143,8 +144,11 @@ def test_trial_is_a_run_with_series_and_tags(track, store):
 def test_names_that_mlflow_refuses_are_written_in_its_letters(track, store):
     made = track("letters")
     made([])
-    Store(own_uri(store), "test").log(made.run_id, metrics={"odd=name(1)": 2.0})
-    assert client(own_uri(store)).get_run(made.run_id).data.metrics["odd_name_1_"] == 2.0
+    odd = {"odd=name(1)": 2.0, "../a//./b/": 3.0, "..": 4.0}
+    Store(own_uri(store), "test").log(made.run_id, metrics=odd, tags={"no\0text": "\udcff\0", "": "empty"})
+    data = client(own_uri(store)).get_run(made.run_id).data
+    assert (data.metrics["odd_name_1_"], data.metrics["a/b"], data.metrics["_"]) == (2.0, 3.0, 4.0)
+    assert data.tags["no_text"] == "\\udcff\\0"
 
 
 def test_any_number_of_syncs_gives_each_trial_once(track, store):
@@ -161,7 +165,7 @@ def test_any_number_of_syncs_gives_each_trial_once(track, store):
     assert sorted(nested(own_uri(store), first.run_id)) == [0, 1, 2]
     parent = client(own_uri(store)).get_run(first.run_id)
     assert parent.info.status == "FINISHED"
-    assert parent.data.params["device"] == "a card"
+    assert parent.data.tags["device"] == "a card"
     assert parent.data.metrics["best_objective"] == 0.9
     assert parent.data.tags["routepack.export"] == "defaults: No batch was held out."
     assert "holdout_best_objective" not in parent.data.metrics
@@ -196,16 +200,97 @@ def test_parent_run_tells_before_and_after(track, store):
     assert number_metrics(SUMMARY) == {}
 
 
-def test_a_launcher_on_another_machine_shares_the_parent(track, store, monkeypatch):
-    track("machines")([trial(0)])
+def test_a_second_machine_shares_the_parent_and_changes_no_parameter(track, store, monkeypatch):
+    first = track("machines")
+    first([trial(0, machine="one, 4 cores")])
+    before = client(own_uri(store)).get_run(first.run_id).data.params
+    assert not [name for name in before if name.startswith(("version.", "machine.", "cost_model_"))]
     elsewhere = {"versions": {"python": "4"}, "machine": {"cpu": "another"}}
     monkeypatch.setitem(DOCUMENT, "environment", elsewhere)
+    monkeypatch.setitem(DOCUMENT, "cost_model", {"sha256": "fitted there", "data_hash": "too"})
+    monkeypatch.setitem(DOCUMENT, "fingerprint", {"name": "a card of another name", "origin": "published"})
     second = track("machines")
     with warnings.catch_warnings(action="error", category=UserWarning):
-        second([trial(0), trial(1)])
+        second([trial(0), trial(1, machine="two, 1 cores")])
+        first([trial(0, machine="one, 4 cores")])
     run = client(own_uri(store)).get_run(second.run_id)
-    assert (run.data.params["version.python"], run.data.params["machine.cpu"]) == ("3", "another")
-    assert sorted(nested(own_uri(store), second.run_id)) == [0, 1]
+    assert run.data.params == before
+    assert (run.data.tags["version.python"], run.data.tags["machine.cpu"]) == ("4", "another")
+    assert len(client(own_uri(store)).list_artifacts(second.run_id, "environment")) == 2
+    trials = nested(own_uri(store), second.run_id)
+    machines = [trials[number].data.tags["routepack.machine"] for number in sorted(trials)]
+    assert machines == ["one, 4 cores", "two, 1 cores"]
+
+
+def mlflow_error(text, code):
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos import databricks_pb2
+
+    return MlflowException(text, getattr(databricks_pb2, code))
+
+
+@pytest.mark.parametrize(
+    ("error", "cured"),
+    [
+        (lambda: mlflow_error("API request failed with exception", "INTERNAL_ERROR"), True),
+        (lambda: mlflow_error("(OperationalError) database is locked", "TEMPORARILY_UNAVAILABLE"), True),
+        (lambda: mlflow_error("too many", "REQUEST_LIMIT_EXCEEDED"), True),
+        (lambda: ConnectionError("away"), True),
+        (lambda: TimeoutError("late"), True),
+        (lambda: sqlite3.OperationalError("database is locked"), True),
+        (lambda: mlflow_error("Changing param values is not allowed.", "INVALID_PARAMETER_VALUE"), False),
+        (lambda: mlflow_error("you may not", "PERMISSION_DENIED"), False),
+        (lambda: mlflow_error("who are you", "UNAUTHENTICATED"), False),
+        (lambda: mlflow_error("what", "BAD_REQUEST"), False),
+        (lambda: mlflow_error("attempt to write a readonly database", "TEMPORARILY_UNAVAILABLE"), False),
+        (lambda: sqlite3.DatabaseError("database disk image is malformed"), False),
+        (lambda: PermissionError(13, "Permission denied", "x"), False),
+        (lambda: OSError(28, "No space left on device"), False),
+        (lambda: ModuleNotFoundError("No module named 'psycopg2'"), False),
+        (lambda: RoutePackError("is no SQLite database"), False),
+    ],
+)  # fmt: skip
+def test_nobody_waits_for_what_no_waiting_cures(track, monkeypatch, error, cured):
+    made = track("cures")
+    monkeypatch.setattr(Store, "find", lambda *_: (_ for _ in ()).throw(error()))
+    with pytest.warns(UserWarning, match="The study goes on") as first:
+        made([])
+    with pytest.warns(UserWarning, match="The study is whole without it") as last:
+        made.finish(SUMMARY)
+    for told in (first, last):
+        texts = [str(one.message) for one in told if "MLflow at" in str(one.message)]
+        assert len(texts) == 1
+        assert ("when it is back" in texts[0]) == cured
+        assert ("no waiting cures this: mend it" in texts[0]) != cured
+        assert "\n" not in texts[0]
+
+
+def test_a_study_that_fails_or_is_left_leaves_no_run_running(track, store, job, small_ranges, monkeypatch, tmp_path):
+    made = track("left")
+    made([])
+    client(own_uri(store)).create_run(
+        client(own_uri(store)).get_run(made.run_id).info.experiment_id, tags={"mlflow.parentRunId": made.run_id}
+    )
+    track("another").end("KILLED", "left")
+    runs = Store(own_uri(store), "test").find("tags.`routepack.study` = 'left'")
+    assert [run.info.status for run in runs] == ["KILLED"]
+    assert not [one for one in Store(own_uri(store), "test").find("") if one.info.status == "RUNNING" and
+                one.data.tags.get("mlflow.parentRunId") == made.run_id]  # fmt: skip
+
+    uri = own_uri(store)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    page = "routepack_tune.reports.tuning.tuning_page"
+    for number, (error, status) in enumerate(((KeyboardInterrupt(), "KILLED"), (OSError(28, "No room"), "FAILED"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(page, lambda *_, error=error: (_ for _ in ()).throw(error))
+            with pytest.raises(type(error)):
+                tune(job.steps, job.costmodel, job.config, tmp_path / "study", trials=1)
+        name = json.loads((tmp_path / "study" / "study.json").read_text())["study_name"]
+        (run,) = Store(uri, "routepack-tune").find(f"tags.`routepack.study` = '{name}'")
+        assert (run.info.status, number) == (status, number)
+    tune(job.steps, job.costmodel, job.config, tmp_path / "study", trials=1)
+    (run,) = Store(uri, "routepack-tune").find(f"tags.`routepack.study` = '{name}'")
+    assert run.info.status == "FINISHED"
 
 
 def test_page_of_runs_is_named_where_there_is_a_server(monkeypatch):
@@ -363,7 +448,7 @@ def test_server_stopped_in_the_middle_of_a_study_loses_and_doubles_nothing(
             assert runs[trial["number"]].data.metrics["objective"] == pytest.approx(trial["value"])
     parent = done["tracking"]["run_id"]
     assert client(server.uri).get_run(parent).info.status == "FINISHED"
-    assert {"tuning-report.html", "summary.json", "environment.json", "inputs.json"} <= {
+    assert {"tuning-report.html", "summary.json", "environment", "inputs.json"} <= {
         file.path for file in client(server.uri).list_artifacts(parent)
     }
 
