@@ -25,6 +25,7 @@ from typing import Any
 
 from profiler import RoutePackError
 from profiler.redact import redacted
+from search.tuning.journal_file import check_journal
 from search.tuning.task import TuneTask
 
 JOURNAL = "journal:"
@@ -137,6 +138,8 @@ def open_study(task: TuneTask, storage: str, study_name: str, *, new_study: bool
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # what fails, we say
     # tables and studies are made by one process at a time
     with explained_storage(storage, opening=True), alone(study_locks(storage, "")):
+        if not is_server(storage):
+            check_journal(storage.removeprefix(JOURNAL))
         store, name = _connect(storage), study_name
         taken = set(optuna.get_all_study_names(store)) if new_study else ()
         for number in itertools.count(2):

@@ -132,7 +132,10 @@ def test_other_inputs_are_refused_with_the_difference(
     else:
         costmodel = job.costmodel
         tables = StepTables.load(costmodel / "tables.npz")
-        replace(tables, row_fixed_ns=tables.row_fixed_ns + 1).save(costmodel / "tables.npz")
+        changed = replace(tables, row_fixed_ns=tables.row_fixed_ns + 1)
+        changed.save(costmodel / "tables.npz")
+        header = (costmodel / "costmodel.json").read_text()
+        (costmodel / "costmodel.json").write_text(header.replace(tables.tables_hash, changed.tables_hash))
     before = (study / "study.json").read_bytes()
     with pytest.raises(RoutePackError, match=f"{words}.*--new-study"):
         tune(steps, costmodel, config, study, trials=4)
@@ -342,6 +345,7 @@ def test_chosen_cap_and_its_tables_reach_the_bundle(study, tmp_path):
     tables = make_tables(np.random.default_rng(0), spec, topology, 300)
     replace(tables, key=tables_key(spec, topology, 300)).save(study / "tables-300.npz")
     document["files"]["tables-300.npz"] = file_hash(study / "tables-300.npz")
+    document["config"]["tune"]["caps"] = [300]
     document["summary"]["best"]["max_tokens"] = 300
     (study / "study.json").write_text(json.dumps(document))
     deploy(study, tmp_path / "bundle")
