@@ -7,7 +7,8 @@ Tables never fall (falling stretches are pooled when they are frozen).
 Shapes: C attention classes, K nodes (as many as the table's own range needs).
 
 Invariants: every table is int64, non-negative, non-decreasing; its nodes cover every value the search can ask (cells
-never exceed ``max_tokens_per_microbatch``), so a look-up never leaves the table.
+never exceed ``max_tokens_per_microbatch``), so a look-up never leaves the table: kernels check no index. Made or read,
+tables pass the same checks.
 """
 
 from __future__ import annotations
@@ -19,14 +20,32 @@ from pathlib import Path
 import numpy as np
 
 from costmodels.compiled import compiled
-from profiler.errors import RoutePackError
+from profiler.errors import RoutePackError, explained
 from profiler.files import arrays_hash, canonical_json, write_bytes
-from profiler.readers import parse_json, read_npz
+from profiler.readers import build, parse_json, read_npz
 
 TABLES_SCHEMA_VERSION = 2
 PRICED = "priced: "
 """How the note begins that says which parts of a step tables price, and which not."""
 TABLES = ("sequence_ns", "cell_ns", "expert_rank_ns", "exchange_ns")
+MOST_LAYERS, MOST_NODE_NS, MOST_NS = 1 << 20, 1 << 53, (1 << 62) - 1
+"""Layers of a class; time of a node (a hundred days); products inside a look-up."""
+MOST = dict.fromkeys(("num_moe_layers", "top_k", "slots_per_block", "pipeline_stages"), MOST_LAYERS)
+MOST |= dict.fromkeys(("length_shift", "tokens_shift", "rows_shift"), 40)
+MOST |= dict.fromkeys(("row_fixed_ns", "expert_move_ns"), MOST_NODE_NS)
+MOST |= {"max_tokens": (1 << 31) - 1, "max_rows": 1 << 40, "measured_length_max": MOST_NS, "measured_rows_max": MOST_NS}
+MOST |= {"link_gbytes_per_s": 1 << 20}
+MAY_BE_ZERO = (
+    "length_shift",
+    "tokens_shift",
+    "rows_shift",
+    "row_fixed_ns",
+    "expert_move_ns",
+    "measured_length_max",
+    "measured_rows_max",
+    "link_gbytes_per_s",
+)
+MOST_TEXTS, MOST_CHARACTERS = 4096, 4096
 
 
 @compiled(inline="always")
@@ -106,14 +125,41 @@ class StepTables:
     measured it); 0 where they do not."""
 
     def __post_init__(self) -> None:
-        if not len(self.sequence_ns) == len(self.cell_ns) == len(self.class_layers):
-            raise ValueError(f"Expected one sequence and one cell table per class ({len(self.class_layers)}).")
+        for name, most in MOST.items():
+            least, value = int(name not in MAY_BE_ZERO), getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"Expected {name} of {least} to {most}, got {value}.")
+        for name, texts in {"class_names": self.class_names, "notes": self.notes, "key": (self.key,)}.items():
+            if len(texts) > MOST_TEXTS or not all(len(text) <= MOST_CHARACTERS for text in texts):
+                raise ValueError(f"Expected {name} of at most {MOST_TEXTS} texts of {MOST_CHARACTERS} characters.")
+        classes, tokens = len(self.class_names), (self.max_tokens >> self.tokens_shift) + 2
+        lengths, rows = (self.max_tokens >> self.length_shift) + 2, (self.max_rows >> self.rows_shift) + 2
+        shapes = {"class_layers": (classes,), "sequence_ns": (classes, lengths), "cell_ns": (classes, tokens)}
+        shapes |= {"expert_rank_ns": (rows,), "exchange_ns": (rows,)}
+        for name, shape in shapes.items():
+            array = getattr(self, name)
+            if array.dtype != np.int64 or array.shape != shape:
+                raise ValueError(f"Expected {name} of int64 {list(shape)}, got {array.dtype} {list(array.shape)}.")
+        if not classes or not ((self.class_layers >= 1) & (self.class_layers <= MOST_LAYERS)).all():
+            raise ValueError(f"Expected classes of 1 to {MOST_LAYERS} layers, got {self.class_layers.tolist()!s:.80}.")
         for name in TABLES:
-            table = getattr(self, name)
-            if table.dtype != np.int64 or table.shape[-1] < 2:
-                raise ValueError(f"Expected table {name} to be of int64 nodes, got {table.dtype} {table.shape}.")
-            if (table[..., 0] < 0).any() or (np.diff(table) < 0).any():
-                raise ValueError(f"Table {name} falls or is negative: times must never fall with size.")
+            self._check_times(name)
+
+    def _check_times(self, name: str) -> None:
+        """Refuse a table that falls, is zero where work costs time, or leaves 64 bits between two nodes."""
+        table = getattr(self, name)
+        if (table[..., 0] < 0).any() or (table[..., 1:] < table[..., :-1]).any():
+            raise ValueError(f"Table {name} falls or is negative: times must never fall with size.")
+        if table.max() > MOST_NODE_NS:
+            raise ValueError(
+                f"Table {name} holds {table.max()} ns, above {MOST_NODE_NS}: no part of a layer takes that."
+            )
+        if name in ("sequence_ns", "expert_rank_ns") and not table[..., -1].all():
+            raise ValueError(f"Table {name} is zero: less than a nanosecond at every size.")
+        shift = {"sequence_ns": self.length_shift, "cell_ns": self.tokens_shift}.get(name, self.rows_shift)
+        layers = int(self.class_layers.max()) if table.ndim == 2 else self.num_moe_layers
+        if (int(np.diff(table).max()) * layers) << shift > MOST_NS:
+            raise ValueError(f"Table {name} rises by {np.diff(table).max()} ns from node to node: beyond 64 bits.")
 
     @property
     def max_rows(self) -> int:
@@ -151,19 +197,18 @@ class StepTables:
         RoutePackError
             If the file is missing, damaged, or of another schema.
         """
-        arrays = read_npz(path, "Frozen tables")
-        try:
-            header = parse_json(arrays.pop("header").tobytes(), f"Frozen tables {path}")
-            version = header.pop("schema_version")
-            if version != TABLES_SCHEMA_VERSION:
-                raise RoutePackError(
-                    f"Frozen tables {path} have schema_version {version}, this version reads {TABLES_SCHEMA_VERSION}. "
-                    "Run `routepack fit` again, or update routepack-tune."
-                )
-            header |= {name: tuple(header[name]) for name in ("class_names", "notes")}
-            return cls(**{**header, **arrays})
-        except (KeyError, TypeError, ValueError) as error:
-            raise RoutePackError(f"Frozen tables {path} are damaged: {error}. Run `routepack fit` again.") from None
+        arrays, damaged = read_npz(path, "Frozen tables"), f"Frozen tables {path} are damaged"
+        header = parse_json(arrays.pop("header", np.empty(0)).tobytes(), f"The header of {path}")
+        version = header.pop("schema_version", None) if isinstance(header, dict) else None
+        if version != TABLES_SCHEMA_VERSION:
+            raise RoutePackError(
+                f"Frozen tables {path} have schema_version {version!r:.80}, this version reads "
+                f"{TABLES_SCHEMA_VERSION}. Run `routepack fit` again, or update routepack-tune."
+            )
+        with explained(after=" Run `routepack fit` again."):
+            if both := header.keys() & arrays.keys():
+                raise RoutePackError(f"{damaged}: {min(both)!r:.80} is in their header and an array.")
+            return build(cls, {**header, **arrays}, damaged)
 
 
 def npz_bytes(arrays: dict[str, np.ndarray]) -> bytes:

@@ -26,6 +26,8 @@ SAME_SHAPE = (
     r"|[:@].*"
 )
 """What names of releases add that differ in weights alone."""
+CACHED = re.compile(r"models--(?:[^/]+?--)?([^/]+)")
+"""A model's folder in a hub's cache, and its name."""
 NO_LIMIT = re.compile(rb'("time_step_limit"\s*:)\s*\[[^]]*\]')
 """Configurations of Mamba models hold an infinity here, which is no JSON; it decides no shape."""
 STATE_BYTES = 16
@@ -76,16 +78,25 @@ class ModelSpec:
     """What the model has beside these layers: draft (MTP) layers, vision encoder."""
 
     def __post_init__(self) -> None:
-        for field in ("windows", "moe_layers", "linear_layers", "unpriced"):
-            # Files hold lists.
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+        for field, kind in (("windows", int), ("moe_layers", bool), ("linear_layers", bool), ("unpriced", str)):
+            values = getattr(self, field)
+            if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
+                raise ValueError(f"Expected {field} to be a list of {kind.__name__}, got {values!r:.80}.")
+            object.__setattr__(self, field, tuple(values))  # files hold lists
         self._check_ranges()
         if self.attention not in ("gqa", "mla"):
             raise ValueError(f"Expected attention 'gqa' or 'mla', got {self.attention!r}.")
+        if self.attention == "gqa" and self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"Expected num_attention_heads to be a multiple of num_key_value_heads = {self.num_key_value_heads}, "
+                f"got {self.num_attention_heads}."
+            )
         if self.top_k > self.num_experts:
             raise ValueError(f"Expected top_k <= num_experts = {self.num_experts}, got {self.top_k}.")
         if len(self.windows) != len(self.moe_layers) or not any(self.moe_layers):
             raise ValueError("Expected one window and one MoE mark per layer, and at least one MoE layer.")
+        if not all(self.moe_layers) and self.dense_intermediate_size == 0:
+            raise ValueError("Expected dense_intermediate_size >= 1 for layers without experts, got 0.")
         linear, heads, key_heads = self.linear_layers, self.linear_num_value_heads, self.linear_num_key_heads
         if linear and (len(linear) != len(self.windows) or len(set(linear)) < 2):
             raise ValueError("Expected linear_layers to be empty, or one mark per layer, some true and some false.")
@@ -100,11 +111,14 @@ class ModelSpec:
         for field in fields(self):
             value, least = getattr(self, field.name), int(field.name in positive)
             if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ValueError(f"Expected {field.name} to be an integer, got {value!r}.")
+                raise ValueError(f"Expected {field.name} to be an integer, got {value!r:.80}.")
             if field.type == "int" and not least <= value <= MOST:
                 raise ValueError(f"Expected {field.name} >= {least} and <= {MOST}, got {value}.")
         if len(self.windows) > MOST_LAYERS or self.num_experts > MOST_EXPERTS:
             raise ValueError(f"Expected at most {MOST_LAYERS} layers and {MOST_EXPERTS} experts.")
+        for said in (self.name, *self.unpriced):
+            if not isinstance(said, str) or not said.isprintable() or not 0 < len(said) <= 200:
+                raise ValueError(f"Expected name and unpriced to be short lines of text, got {said!r:.80}.")
         if not all(0 <= window <= MOST_WINDOW for window in self.windows):
             raise ValueError(f"Expected windows of 0 to {MOST_WINDOW} tokens, got {min(self.windows)} or more.")
 
@@ -180,6 +194,7 @@ class ModelSpec:
         RoutePackError if a field that decides the time is missing or impossible, the model has no routed experts, or
         states what no table prices.
         """
+        name = shown(name) or "model"
         try:
             return cls(name=name, **read_config(config, name))
         except ValueError as error:
@@ -191,7 +206,7 @@ def shipped_name(model: str) -> tuple[str, str]:
 
     Case, punctuation, organisation, a hub's cache folders and words of releases that share one shape do not count.
     """
-    cached = re.search(r"models--(?:[^/]+?--)?([^/]+)", model)
+    cached = CACHED.search(model)
     path = re.sub(r"^\w+://[^/]+/|/(tree|blob|resolve)/.*", "", model.strip()).rstrip("/")
     last = (cached[1] if cached else path.rsplit("/")[-1])[:200]
     known = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in SHIPPED_MODELS}
@@ -222,4 +237,6 @@ def load_model(model: str, folder: Path | str = ".") -> ModelSpec:
     config = parse_json(NO_LIMIT.sub(rb"\1 null", read_bytes(path, what, MAX_BYTES)), f"{what} {shown(path)}")
     if not isinstance(config, dict):
         raise RoutePackError(f"Model configuration {path} is not a JSON object.")
-    return ModelSpec.from_config(config, path.parent.name if path.name == "config.json" else path.stem)
+    folder, cached = path.absolute().parent, CACHED.search(str(path.absolute()))
+    name = cached[1] if cached else folder.name if path.name == "config.json" else path.stem
+    return ModelSpec.from_config(config, name)

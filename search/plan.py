@@ -274,3 +274,9 @@ def _check_moves(plan: Plan) -> None:
             f"The move of expert {expert[i]} in MoE layer {layer[i]} from slot {old[i]} to {new[i]} is out of range or "
             "order, or does not lead to the plan's placement."
         )
+    per_rank = experts // plan.topology.expert_model_parallel_size
+    away = int((old // per_rank != new // per_rank).sum())
+    if not (away > 0) == (plan.moves.bytes > 0) == (plan.moves.seconds > 0):
+        raise RoutePackError(
+            f"{away} experts change their rank, {plan.moves.bytes} bytes, {plan.moves.seconds} s: all or none are 0."
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,8 @@ class PlannedModel:
         layers = (-1, *self.moe_layers)
         if not self.moe_layers or any(not a < b for a, b in itertools.pairwise(layers)):
             raise ValueError("Expected moe_layers to be ascending numbers of hidden layers, at least one.")
+        if not re.fullmatch("[0-9a-f]{64}", self.spec_hash):
+            raise ValueError(f"Expected spec_hash to be 64 hex digits, got {self.spec_hash!r:.80}.")
 
     @classmethod
     def of(cls, spec: ModelSpec) -> PlannedModel:

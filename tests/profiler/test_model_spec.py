@@ -190,6 +190,18 @@ def test_models_are_read_from_a_path_relative_to_a_folder(tmp_path):
     assert load_model("mine", tmp_path).name == "mine"
 
 
+def test_a_model_is_named_by_its_folder_on_one_line(tmp_path, monkeypatch):
+    folder = tmp_path / "mine\nor not"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    monkeypatch.chdir(folder)
+    assert load_model("config.json").name == load_model(".").name == r"mine\nor not"
+    snapshot = tmp_path / "models--org--Mine-8x1B" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to(folder / "config.json")
+    assert load_model(str(snapshot)).name == "Mine-8x1B"
+
+
 def test_a_mamba_model_whose_configuration_holds_an_infinity_is_refused_for_its_layers(tmp_path):
     text = json.dumps(SMALL | {"model_type": "nemotron_h", "time_step_limit": [0.0, float("inf")]})
     assert "Infinity" in text

@@ -37,6 +37,11 @@ def test_the_line_is_the_first_note_and_survives_the_file(fitted, saved):
     assert fitted.tables.notes[0] == fitted.tables.priced == StepTables.load(saved / "tables.npz").priced
 
 
+def test_what_a_model_has_beside_its_layers_is_named_as_not_priced(fitted):
+    spec = replace(fitted.spec, unpriced=("draft (MTP) layers (num_nextn_predict_layers = 1)",))
+    assert "draft (MTP) layers (num_nextn_predict_layers = 1)" in parts(frozen(fitted, spec))[1]
+
+
 def test_every_plan_carries_the_line_through_its_file(fitted, tmp_path):
     rng, spec = np.random.default_rng(0), fitted.spec
     lengths = rng.integers(20, 400, 24)

@@ -219,6 +219,16 @@ def test_specs_that_are_made_pass_the_checks_of_those_that_are_read():
         {"top_k": True},
         {"kv_lora_rank": -1},
         {"windows": [-4, 0]},
+        {"windows": [True, 0]},
+        {"windows": ["4", 0]},
+        {"moe_layers": [1, 0]},
+        {"windows": "00"},
+        {"moe_layers": 3},
+        {"dense_intermediate_size": 0, "moe_layers": [True, False]},
+        {"num_key_value_heads": 3},
+        {"name": "a\nb"},
+        {"unpriced": [3]},
+        {"unpriced": ["\n"]},
         {"windows": [0] * 5000, "moe_layers": [True] * 5000},
     ):
         with pytest.raises(ValueError, match="Expected"):
