@@ -1,6 +1,6 @@
 """No kernel sees an index that was not checked: batches, tables, packings and placements made by hand."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from strategies import TOPOLOGIES, make_batch, make_spec, make_tables
 from profiler import RoutePackError, Topology
 from search import PlannerParams, StreamingPlanner, build_problem, check_plan, evaluate, place_baseline, plan_step
 from search.baselines.catalog import price_packing
+from search.checks import check_times
 from search.placement.lpt import identity_placement
 
 SMALL = PlannerParams(max_iterations=4096, placement_swaps=200, starts=1)
@@ -83,18 +84,14 @@ def test_what_is_no_batch_is_refused(batch):
 
 WRONG_TABLES = {
     "MoE layers": ({"num_moe_layers": 3}, "num_moe_layers 3, not 2"),
-    "top-k": ({"top_k": 8}, "top_k 8, not 2"),
-    "block": ({"slots_per_block": 1}, "slots_per_block 1, not 4"),
+    "top-k": ({"top_k": 8, "slots_per_block": 1}, "top_k 8, not 2"),  # as many rows
+    "block": ({"top_k": 8, "slots_per_block": 1}, "slots_per_block 1, not 4"),
     "stages": ({"pipeline_stages": 7}, "pipeline_stages 7, not 1"),
-    "cap": ({"max_tokens": 32}, "cells of 1 to 32 tokens, not up to 64"),
+    "cap": (asdict(make_tables(np.random.default_rng(1), SPEC, TOPOLOGY, 32)), "cells of 1 to 32 tokens, not up to 64"),
     "layers of a class": ({"class_layers": np.array([2, 1])}, "1 layers backward"),
     "directions": ({"class_names": ("full/moe/forward", "full/moe/sideways")}, "layers sideways"),
     "no MoE": ({"class_names": ("full/dense/forward", "full/dense/backward")}, "0 of them MoE"),
-    "times beyond 64 bits": ({"cell_ns": np.full_like(TABLES.cell_ns, 2**62)}, "beyond any step"),
-    "steps beyond 64 bits": (
-        {"expert_rank_ns": np.where(np.arange(TABLES.expert_rank_ns.size) > 5, 2**60, 0)}, "beyond any step",
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", WRONG_TABLES)
@@ -102,9 +99,16 @@ def test_tables_of_something_else_are_refused(kind):
     change, words = WRONG_TABLES[kind]
     with pytest.raises(RoutePackError, match=words):
         plan_step(BATCH, replace(TABLES, **change), *CASE[2:], SMALL)
-    if kind not in ("times beyond 64 bits", "steps beyond 64 bits"):
-        with pytest.raises(RoutePackError, match=words):
-            StreamingPlanner(replace(TABLES, **change), *CASE[2:], SMALL)
+    with pytest.raises(RoutePackError, match=words):
+        StreamingPlanner(replace(TABLES, **change), *CASE[2:], SMALL)
+
+
+@pytest.mark.parametrize("name", ["cell_ns", "sequence_ns", "expert_rank_ns"])
+def test_times_beyond_any_step_are_refused(name):
+    long = replace(TABLES, **{name: np.full_like(getattr(TABLES, name), 2**53)})
+    check_times(long, SPEC.num_moe_layers, 8, TOPOLOGY)
+    with pytest.raises(RoutePackError, match="beyond any step"):
+        check_times(long, SPEC.num_moe_layers, 2**12, TOPOLOGY)
 
 
 def test_a_cap_beyond_the_tables_is_refused():

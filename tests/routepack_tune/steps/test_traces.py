@@ -88,7 +88,11 @@ def test_all_hidden_layers_are_accepted_and_dense_ones_dropped():
         (changed(expert_counts=np.where(np.arange(8) == 0, [[[8]], [[12]]], 0).repeat(3, 1)), ["at most once", "of 4"]),
         (changed(known_tokens=np.array([4, 7])), ["known_tokens 7", "0..6"]),
         (changed(known_tokens=np.array([4, 5])), ["add up to 12", "known_tokens 5"]),
-        (changed(sample_ids=np.array(["a", "a"])), ["'a' occurs twice"]),
+        (changed(sample_ids=np.array(["a", "a"])), ["'a' occurs twice", "`prompt_ids`"]),
+        (changed(sample_ids=np.array([7, 7])), ["'7' occurs twice"]),
+        (changed(lengths=np.array([4, 2**62])), ["'1' has length 4611686018427387904, beyond"]),
+        (changed(expert_counts=np.zeros((2, 4, 8), np.int32)), ["4 layers", "last 1 may be draft (MTP) layers: drop"]),
+        (changed(expert_counts=with_count(1, 2, 0, 2**62, np.int64)), ["'1' MoE layer 2", "add up to"]),
         (changed(sample_ids=np.array(["a"])), ["sample_ids has 1 samples", "lengths has 2"]),
         (changed(prompt_ids=np.array([0, 1, 2])), ["prompt_ids has 3 samples", "lengths has 2"]),
         (changed(lengths=np.array([2**64 - 1, 6], np.uint64)), ["lengths holds 18446744073709551615", "beyond"]),
@@ -246,11 +250,72 @@ def test_wide_ids_survive_narrow_stores():
     assert batch.expert_counts[1, 0, 510:].tolist() == [6, 6]
 
 
-def test_repeated_expert_in_a_row_is_refused():
-    arrays = routes()
-    arrays["expert_ids"][0, 1] = 3
-    with pytest.raises(RoutePackError, match=r"sample '0' MoE layer 1: token 0 names expert 3 twice"):
+def test_repeated_experts_in_a_row_are_refused():
+    arrays, spec = routes(), make_spec(layers=3, experts=8, top_k=3)
+    arrays["expert_ids"] = np.concatenate([arrays["expert_ids"], arrays["expert_ids"][:, :, :1] ^ 4], axis=2)
+    assert batch_from_arrays(arrays, spec).known_tokens.tolist() == [4, 6]
+    arrays["expert_ids"][0, 1] = 3, 3, 5
+    with pytest.raises(RoutePackError, match=r"sample '0' MoE layer 1: token 0 names expert 3 twice.*layout"):
+        batch_from_arrays(arrays, spec)
+
+
+def test_rows_that_no_router_made_are_unknown_by_layer_and_few(caplog):
+    caplog.set_level("INFO", "routepack_tune")
+    arrays = routes((40, 60))
+    arrays["expert_ids"][3:8, 1] = 0  # one layer alone was not captured
+    arrays["expert_ids"][5, 2] = 7
+    assert batch_from_arrays(arrays, SPEC, "some.npz").known_tokens.tolist() == [35, 60]
+    assert "some.npz: 5 of 100 rows of routes are padding" in caplog.text
+    assert "5 in MoE layer 1, 0 in MoE layer 0" in caplog.text
+    assert caplog.records[-1].levelname == "INFO"
+    arrays["expert_ids"][10:60] = 0
+    assert batch_from_arrays(arrays, SPEC).known_tokens.tolist() == [5, 40]
+    assert caplog.records[-1].levelname == "WARNING"
+    for value in (0, 7, 255):
+        arrays["expert_ids"][8:] = value
+        with pytest.raises(
+            RoutePackError, match=r"some\.npz: routes were not captured: 97 of 100 rows.*routing replay"
+        ):
+            batch_from_arrays(arrays, SPEC, "some.npz")
+
+
+def test_rows_that_count_up_are_unknown_where_that_is_certain():
+    spec, rng = make_spec(layers=3, experts=64, top_k=8), np.random.default_rng(0)
+    ids = np.argsort(rng.random((20, 3, 64)), axis=2)[:, :, :8]
+    ids[4:9] = np.arange(8)  # a buffer as it was made
+    ids[15, 1] = np.arange(8)  # in one layer a router may
+    arrays = {"lengths": [20], "offsets": [0, 20], "expert_ids": ids}
+    assert batch_from_arrays(arrays, spec).known_tokens.tolist() == [15]
+    assert batch_from_arrays(routes((1,)), SPEC).known_tokens.tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_the_largest_value_without_a_sign_is_a_lost_minus_one(dtype):
+    arrays = routes(dtype=dtype)
+    arrays["expert_ids"][5, 2, 1] = np.iinfo(dtype).max
+    with pytest.raises(RoutePackError, match=rf"MoE layer 2: token 1 has expert id {np.iinfo(dtype).max}.*lost -1"):
         batch_from_arrays(arrays, SPEC)
+    arrays["expert_ids"][5, 2, 1] = 9
+    with pytest.raises(RoutePackError, match="redundant"):
+        batch_from_arrays(arrays, SPEC)
+    wide = routes(dtype=np.int64)
+    wide["expert_ids"][3] = -1
+    assert batch_from_arrays({**wide, "expert_ids": wide["expert_ids"].view(np.uint64)}, SPEC).known_tokens[0] == 3
+
+
+def test_batches_of_another_shape_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    from profiler.readers import npz
+
+    monkeypatch.setattr(npz, "_array", None)  # nothing is unpacked
+    for arrays, words in (
+        (changed(expert_counts=np.zeros((2, 5, 8), np.int32)), "5 layers.*last 2 may be draft"),
+        (changed(lengths=np.zeros(3, np.int32)), "2 samples, lengths has 3"),
+        (changed(expert_counts=np.zeros((2, 3, 8))), "integers, got float64"),
+        (changed(lengths=None), "no step batch"),
+    ):
+        np.savez_compressed(tmp_path / "a.npz", **arrays)
+        with pytest.raises(RoutePackError, match=rf"a\.npz.*{words}"):
+            load_step_batch(tmp_path / "a.npz", SPEC)
 
 
 def test_stale_rows_raise_a_warning_with_the_range():
