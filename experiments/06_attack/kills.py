@@ -50,7 +50,7 @@ def fitted(job: Path) -> str:
     """Check a cost model, its report and its run."""
     runs = runs_of(job / "made" / "mlflow.db")
     wrong = "" if [run["status"] for run in runs] == ["FINISHED"] else f"runs are {runs}. "
-    return wrong + holds("made/costmodel.json", "made/tables.npz", "made/fit-report.html")(job)
+    return wrong + holds("made/costmodel.json", "made/tables.npz", "made/costmodel-report.html")(job)
 
 
 def tuned(job: Path) -> str:
