@@ -300,8 +300,8 @@ def known_tokens(
     for i, layer, expert in np.argwhere(counts > known[:, None, None]) if above else ():
         raise RoutePackError(
             f"{where[i]} MoE layer {layer}: expert {expert} has {counts[i, layer, expert]} tokens of {known[i]}: a "
-            "token picks an expert at most once. Check the layout [samples, layers, experts], or were routes not "
-            "captured?"
+            "token picks an expert at most once. Check the layout [samples, layers, experts], or whether routes were "
+            "captured."
         )
     return known
 
