@@ -122,7 +122,7 @@ def change_array(rng: Rng, array: np.ndarray) -> tuple[np.ndarray, str]:
                 float(one_of(rng, FLOATS)) if array.dtype.kind == "f" and rng.random() < 0.5 else one_of(rng, EXTREMES)
             )
             if rng.random() < 0.35 and count < array.size:
-                value = flat[place] + one_of(rng, (-1, 1, 1000, -1000))
+                value = flat[place].item() + one_of(rng, (-1, 1, 1000, -1000))
             with np.errstate(all="ignore"):
                 flat[place] = np.array([value]).astype(array.dtype)[0]
             told.append(f"[{place}] = {flat[place] if isinstance(place, (int, np.integer)) else value}")
@@ -166,6 +166,8 @@ def _reshaped(rng: Rng, array: np.ndarray) -> tuple[np.ndarray, str]:
 
 def change_arrays(rng: Rng, arrays: Arrays) -> str:
     """Change one array of several, or which there are."""
+    if not arrays:
+        return "no array is left"
     name, kind = one_of(rng, sorted(arrays)), one_of(rng, ("change",) * 8 + ("gone", "renamed", "swapped", "more"))
     if kind == "gone":
         del arrays[name]

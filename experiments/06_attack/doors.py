@@ -102,7 +102,7 @@ def change_npz(rng: op.Rng, path: Path) -> str:
     data = path.read_bytes()
     if rng.random() < 0.6:
         found = judge.read_arrays(path)
-        said = "; ".join(arrays.change_arrays(rng, found) for _ in range(1 + (rng.random() < 0.2)) if found)
+        said = "; ".join(arrays.change_arrays(rng, found) for _ in range(1 + (rng.random() < 0.2)))
         path.write_bytes(arrays.npz(found, rng.random() < 0.8))
     else:
         changed, said = arrays.change_archive(rng, data)

@@ -10,6 +10,7 @@ this program; what is there is not run again. --write also writes results.csv an
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import importlib
 import json
@@ -30,6 +31,7 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_DEFAULT_MEMORY_PO
 
 import ask_doors  # noqa: E402
 import doors  # noqa: E402
+import hashes  # noqa: E402
 import judge  # noqa: E402
 import operators  # noqa: E402
 import pool  # noqa: E402
@@ -90,6 +92,7 @@ def preload() -> None:
     ):
         importlib.import_module(name)
     doors.planner().warm_up()
+    gc.freeze()  # what is here stays: workers need not look at it
 
 
 def check_unchanged(chosen: list[str], workers: int) -> None:
@@ -104,6 +107,7 @@ def check_unchanged(chosen: list[str], workers: int) -> None:
         DOORS[door].walk(folder)
         return "accepted", "", ""
 
+    hashes.check_formulas(doors.PRISTINE)
     for one in pool.run_cases([(door, seed) for door in chosen for seed in (0, 1)], unchanged, workers):
         if one.outcome != "accepted":
             raise SystemExit(f"The unchanged job fails at the door {one.door}: {one.outcome} {one.detail}")

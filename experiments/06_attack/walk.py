@@ -21,6 +21,7 @@ LONGEST = 700
 
 def copy_job(door: str, folder: Path) -> None:
     """Copy what a door needs of the unchanged job."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name in DOORS[door].needs:
         source = doors.PRISTINE / name
         if source.is_dir():
