@@ -7,14 +7,17 @@ import io
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import doors
 import fit_doors
 import judge
 import operators as op
+from hashes import rehash_bundle, rehash_study
 from values import YAML_TEXTS, YAML_VALUES
 
 
@@ -120,6 +123,65 @@ def walk_model(case: Path) -> None:
         judge.check_tables(freeze_tables(doors.cost_model(), spec, Topology(), 64), spec, Topology(), 64)
 
 
+# --- a running job, and settings of another study ---
+
+
+def stated_job() -> dict[str, Any]:
+    """Return what the unchanged job states."""
+    settings = doors.config()
+    return {
+        "model": json.loads((doors.PRISTINE / "model" / "config.json").read_text()),
+        "topology": asdict(settings.topology),
+        "max_tokens_per_microbatch": settings.max_tokens_per_microbatch,
+        "dtype": "float32",
+    }
+
+
+def mutate_job(rng: op.Rng, case: Path) -> str:
+    """Change what a training job states of itself when it loads a bundle."""
+    stated = stated_job()
+    said = op.change_tree(rng, stated)
+    (case / "job.json").write_text(op.dumps_root(stated), errors="surrogatepass")
+    return f"job: {said}"
+
+
+def walk_job(case: Path) -> None:
+    """Load the bundle for the job that is stated, as far as Python's own parser makes values of it."""
+    from profiler.errors import RoutePackError
+    from routepack_tune import load_planner
+
+    try:
+        stated = json.loads((case / "job.json").read_text())
+    except (ValueError, RecursionError):
+        raise RoutePackError("What is stated is no mapping that Python can hold.") from None
+    found = load_planner(case / "bundle", True, False, stated)
+    sizes = stated.get("topology") or {}
+    for name, value in asdict(found.topology).items():
+        judge.holds(sizes.get(name) in (None, value), f"{name} is {value}, the job states {sizes.get(name)!r:.40}")
+    cap = stated.get("max_tokens_per_microbatch")
+    judge.holds(cap in (None, found.max_tokens), f"cap {found.max_tokens}, the job states {cap!r:.40}")
+
+
+def mutate_warm(rng: op.Rng, case: Path) -> str:
+    """Change a study or a bundle whose best settings another study begins with."""
+    if rng.random() < 0.5:
+        shutil.move(case / "bundle", case / "start")
+        return doors.change_json(rng, case / "start" / "planner.yaml", rehash_bundle)
+    shutil.move(case / "study", case / "start")
+    return doors.change_json(rng, case / "start" / "study.json", rehash_study)
+
+
+def walk_warm(case: Path) -> None:
+    """Take the settings, and judge that they lie inside what the study may choose."""
+    from routepack_tune.study.verbs import best_setting
+
+    task = doors.task()
+    for name, value in best_setting(case / "start", task).items():
+        knob = task.space[name]
+        whole = not knob.integer or judge.whole(value)
+        judge.holds(whole and judge.number(value) and knob.low <= value <= knob.high, f"{name} = {value!r:.40}")
+
+
 # --- the command line ---
 
 Verb = tuple[Callable[[op.Rng, Path], str], Callable[[Path], list[str]]]
@@ -182,7 +244,15 @@ VERBS: dict[str, Verb] = {
     "deploy": (doors.mutate_study, lambda c: ["deploy", f"{c}/study", "--out", f"{c}/o"]),
     "check": (
         doors.mutate_recheck,
-        lambda c: ["check", f"{c}/bundle", f"{c}/steps", "--times", f"{c}/times.csv", "--out", f"{c}/o.json"],
+        lambda c: [
+            "check",
+            f"{c}/bundle",
+            f"{c}/steps",
+            "--times",
+            str(next(Path(c).glob("times.*"))),
+            "--out",
+            f"{c}/o.json",
+        ],
     ),
     "profile": (
         fit_doors.mutate_published,
@@ -265,9 +335,21 @@ def _no_constant(name: str) -> None:
     raise judge.Wrong(f"{name} in the JSON that was printed")
 
 
+def prepare(door: str, number: int, case: Path) -> None:
+    """Complete a copy of the unchanged job by what a door's mutation otherwise makes."""
+    if door == "step":
+        shutil.copy(doors.PRISTINE / ("routes.npz" if number else "steps/step0.npz"), case / "step.npz")
+    elif door == "command":
+        (case / "arguments").write_text(json.dumps(VERBS["plan bundle"][1](case)))
+    elif door == "job":
+        (case / "job.json").write_text(json.dumps(stated_job()))
+    elif door == "warm start":
+        shutil.move(case / ("bundle" if number else "study"), case / "start")
+
+
 D = doors.Door
 DOORS: dict[str, doors.Door] = {
-    "step": D(0.25, (), doors.mutate_step, doors.walk_step),
+    "step": D(0.21, (), doors.mutate_step, doors.walk_step),
     "bundle": D(0.16, ("bundle",), doors.mutate_bundle, doors.walk_bundle),
     "plan": D(0.13, ("plan.json",), doors.mutate_plan, doors.walk_plan),
     "yaml": D(0.09, ("routepack.yaml", "model", "costmodel"), mutate_yaml, walk_yaml),
@@ -278,6 +360,8 @@ DOORS: dict[str, doors.Door] = {
     "published": D(0.03, ("published",), fit_doors.mutate_published, fit_doors.walk_published),
     "study": D(0.04, ("study",), doors.mutate_study, doors.walk_study),
     "journal": D(0.03, ("study",), doors.mutate_journal, doors.walk_journal),
+    "job": D(0.02, ("bundle",), mutate_job, walk_job),
+    "warm start": D(0.02, ("bundle", "study"), mutate_warm, walk_warm),
     "recheck": D(0.02, ("bundle", "steps", "times.csv"), doors.mutate_recheck, doors.walk_recheck),
     "command": D(
         0.04,

@@ -325,6 +325,12 @@ def mutate_recheck(rng: op.Rng, case: Path) -> str:
     if kind < 0.5:
         return change_json(rng, case / "bundle" / "planner.yaml", rehash_bundle)
     path = case / "times.csv"
+    if kind < 0.6:
+        rows = [{"step": f"step{i}", "step_time_s": 0.1 + i} for i in range(5)]
+        said = op.change_tree(rng, rows)
+        path.write_text(op.dumps(rows), errors="surrogatepass")
+        shutil.move(path, case / "times.json")
+        return f"times.json: {said}"
     if kind < 0.75:
         text, said = op.change_text(rng, path.read_text())
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -345,7 +351,8 @@ def walk_recheck(case: Path) -> None:
     """Check the bundle against batches and times."""
     from routepack_tune import check
 
-    report = check(case / "bundle", case / "steps", case / "times.csv", out=case / "report.json")
+    times = next(case.glob("times.*"))
+    report = check(case / "bundle", case / "steps", times, out=case / "report.json")
     text = (case / "report.json").read_text()
     judge.holds("NaN" not in text and "Infinity" not in text, "a report with NaN")
     judge.holds(report.verdict in ("fits", "re-tune", "re-profile"), f"verdict {report.verdict!r:.40}")

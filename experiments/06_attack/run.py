@@ -100,10 +100,7 @@ def check_unchanged(chosen: list[str], workers: int) -> None:
 
     def unchanged(door: str, seed: int, folder: Path) -> tuple[str, str, str]:
         copy_job(door, folder)
-        if door == "step":
-            shutil.copy(doors.PRISTINE / ("routes.npz" if seed else "steps/step0.npz"), folder / "step.npz")
-        if door == "command":
-            (folder / "arguments").write_text(json.dumps(ask_doors.VERBS["plan bundle"][1](folder)))
+        ask_doors.prepare(door, seed, folder)
         DOORS[door].walk(folder)
         return "accepted", "", ""
 

@@ -15,7 +15,7 @@ from ask_doors import DOORS
 from profiler.errors import RoutePackError
 
 ROOMS = ("profiler", "costmodels", "search", "routepack_tune")
-LONGEST = 700
+LONGEST = 800
 """Characters of an error line that a person still reads."""
 
 
