@@ -27,6 +27,7 @@ backends = pytest.importorskip("profiler.device.backend")
 
 PARAMS = ProfileParams(dtype="float32", threads=1, repeats=3, min_repeats=2, max_case_seconds=0.2)
 ANCHOR = Case("dense", "", {"tokens": 128, "n": 256, "k": 256})
+ROW = {"op": "dense", "direction": "forward", "status": "ok", "time_us": 1000.0}
 SESSION = {"kind": "cpu", "wall_s": 10.0, "busy_s": 9.0, "foreign_cpu_share": 0.0, "throttled": 0}
 
 
@@ -47,7 +48,7 @@ def verdict(folder, times, session=None, repeats=(), **readings):
             journal.add(anchor=reading)
         journal.add(session={**SESSION, **(session or {})})
         for i, samples in enumerate(repeats):
-            journal.add(rows=[{"case_id": str(i), "repeats_us": list(samples)}])
+            journal.add(rows=[{**ROW, "case_id": str(i), "repeats_us": [float(sample) for sample in samples]}])
     with Journal(folder) as journal:  # As a later process reads it.
         return steadiness(journal, PARAMS)
 
