@@ -13,9 +13,9 @@ from profiler.errors import RoutePackError, explained
 from profiler.extras import extras_named
 from profiler.files import content_hash, write_json, write_text
 from profiler.places import check_place, claimed
-from profiler.readers import read_json
 from profiler.redact import redacted
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, typed_parts, write_bundle
+from routepack_tune.bundle_file import read_bundle
 from routepack_tune.config import Config, load_config
 from routepack_tune.environment import version
 from routepack_tune.planner import Planner
@@ -168,11 +168,11 @@ def best_setting(path: Path | str, task: TuneTask) -> dict[str, Any]:
     """
     path = Path(path)
     if (path / PLANNER_FILE).is_file():
-        document = read_json(path / PLANNER_FILE, "Bundle file")
-        params, cap = document.get("params"), document.get("max_tokens_per_microbatch")
+        bundle, _ = read_bundle(path)
+        best: dict[str, Any] = {"params": dataclasses.asdict(bundle.params), "max_tokens": bundle.max_tokens_per_microbatch}
     else:
         best = (read_study(path)["summary"] or {}).get("best") or {}
-        params, cap = best.get("params"), best.get("max_tokens")
+    params, cap = best.get("params"), best.get("max_tokens")
     if not params:
         raise RoutePackError(f"{path} holds no tuned settings to start from. Give a finished study or a bundle.")
     setting = {name: min(max(params[name], knob.low), knob.high) for name, knob in task.space.items() if name in params}

@@ -175,7 +175,11 @@ def test_edited_bundles_are_refused_or_plan(edited_bundle, data):
         assert "\n" not in refused
         return
     assert (planner.topology, planner.max_tokens) == (Topology(2, expert_model_parallel_size=2), 256)
-    assert planner.plan(step, stop=StopCriterion(max_iterations=1)).num_rows >= 1
+    plan, refused = said(lambda: planner.plan(step, stop=StopCriterion(max_iterations=1)))
+    if plan is None:  # a legal setting that no plan can keep
+        assert "max_received_rows" in refused
+        return
+    assert plan.num_rows >= 1
 
 
 def test_damaged_files_are_refused(bundle, tmp_path):
