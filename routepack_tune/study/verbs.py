@@ -169,8 +169,8 @@ def best_setting(path: Path | str, task: TuneTask) -> dict[str, Any]:
     path = Path(path)
     if (path / PLANNER_FILE).is_file():
         bundle, _ = read_bundle(path)
-        params = dataclasses.asdict(bundle.params)
-        best: dict[str, Any] = {"params": params, "max_tokens": bundle.max_tokens_per_microbatch}
+        tuned = dataclasses.asdict(bundle.params)
+        best: dict[str, Any] = {"params": tuned, "max_tokens": bundle.max_tokens_per_microbatch}
     else:
         best = (read_study(path)["summary"] or {}).get("best") or {}
     params, cap = best.get("params"), best.get("max_tokens")
