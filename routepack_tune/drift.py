@@ -37,7 +37,6 @@ from routepack_tune.steps.traces import list_step_files, load_step_batch
 from routepack_tune.steps.workload import compare_workloads, workload_statistics
 
 if TYPE_CHECKING:
-    from costmodels.cost_model import Header
     from costmodels.freezing.rescale import Rescale
     from profiler import Observer
     from search import Plan, StepBatch
@@ -178,17 +177,6 @@ def trend_interval(values: np.ndarray) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     found = theilslopes(values, alpha=0.95)
     return float(found.slope), float(found.low_slope), float(found.high_slope)
-
-
-def stated_half_log(header: Header) -> dict[str, float]:
-    """Return the cost model's 90 % half-widths (log of time) by component, from what ``costmodel.json`` holds."""
-    component = {"attention": "attention", "dense": "attention", "experts": "experts", "alltoall": "exchange"}
-    found: dict[str, float] = {}
-    for entry in header.operations.values():
-        name = component.get(entry.operation)
-        if entry.intervals and name:
-            found[name] = max(found.get(name, 0.0), float(np.median(entry.intervals.half_log)))
-    return found
 
 
 def _measured(times: Path | str | None, names: Sequence[str], notes: list[str]) -> dict[str, StepTimes]:

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from profiler.errors import RoutePackError, explained
 from profiler.files import file_hash, write_bytes, write_json
 from profiler.places import check_place, new_folder
@@ -26,6 +28,7 @@ from routepack_tune.bundle import COST_MODEL_FILE, dtype_of
 from routepack_tune.environment import environment
 
 if TYPE_CHECKING:
+    from costmodels.cost_model import Header
     from routepack_tune.config import Config
     from search import TuneTask
 
@@ -114,12 +117,22 @@ def write_inputs(folder: Path, task: TuneTask, costmodel: Path) -> dict[str, str
     return {file: file_hash(folder / file) for file in (*tables, COST_MODEL_FILE, RECHECK_FILE)}
 
 
+def stated_half_log(header: Header) -> dict[str, float]:
+    """Return the cost model's 90 % half-widths (log of time) by component, from what ``costmodel.json`` holds."""
+    component = {"attention": "attention", "dense": "attention", "experts": "experts", "alltoall": "exchange"}
+    found: dict[str, float] = {}
+    for entry in header.operations.values():
+        name = component.get(entry.operation)
+        if entry.intervals and name:
+            found[name] = max(found.get(name, 0.0), float(np.median(entry.intervals.half_log)))
+    return found
+
+
 def begin_study(
     folder: Path, task: TuneTask, name: str, settings: Config, files: Sequence[Path], costmodel: Path, storage: str
 ) -> dict[str, Any]:
     """Write what a new study's folder must hold; return what ``study.json`` says."""
     from costmodels.cost_model import read_header
-    from routepack_tune.drift import stated_half_log
     from routepack_tune.steps.workload import workload_statistics
 
     hashes = write_inputs(folder, task, costmodel)

@@ -15,7 +15,6 @@ from profiler.files import content_hash, write_json, write_text
 from profiler.places import check_place, claimed
 from profiler.redact import redacted
 from routepack_tune.bundle import PLANNER_FILE, check_replaceable, typed_parts, write_bundle
-from routepack_tune.bundle_file import read_bundle
 from routepack_tune.config import Config, load_config
 from routepack_tune.environment import version
 from routepack_tune.planner import Planner
@@ -166,15 +165,15 @@ def best_setting(path: Path | str, task: TuneTask) -> dict[str, Any]:
 
     A value outside a range of ``task`` becomes the range's end; another cap counts only where it is allowed.
     """
+    from routepack_tune.bundle_file import read_bundle
+
     path = Path(path)
     if (path / PLANNER_FILE).is_file():
         bundle, _ = read_bundle(path)
-        tuned = dataclasses.asdict(bundle.params)
-        best: dict[str, Any] = {"params": tuned, "max_tokens": bundle.max_tokens_per_microbatch}
+        params, cap = dataclasses.asdict(bundle.params), bundle.max_tokens_per_microbatch
+    elif best := (read_study(path)["summary"] or {}).get("best"):
+        params, cap = best["params"], best["max_tokens"]
     else:
-        best = (read_study(path)["summary"] or {}).get("best") or {}
-    params, cap = best.get("params"), best.get("max_tokens")
-    if not params:
         raise RoutePackError(f"{path} holds no tuned settings to start from. Give a finished study or a bundle.")
     setting = {name: min(max(params[name], knob.low), knob.high) for name, knob in task.space.items() if name in params}
     setting = {name: int(value) if task.space[name].integer else value for name, value in setting.items()}

@@ -176,8 +176,9 @@ def test_edited_bundles_are_refused_or_plan(edited_bundle, data):
         return
     assert (planner.topology, planner.max_tokens) == (Topology(2, expert_model_parallel_size=2), 256)
     plan, refused = said(lambda: planner.plan(step, stop=StopCriterion(max_iterations=1)))
-    if plan is None:  # a legal setting that no plan can keep
-        assert "max_received_rows" in refused
+    if plan is None:
+        assert planner.params.max_received_rows > 0  # a limit that is legal to ask and may be too tight for any plan
+        assert "above max_received_rows" in refused
         return
     assert plan.num_rows >= 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from profiler import RoutePackError
 from routepack_tune import deploy, load_planner, load_step_batch
 from routepack_tune.bundle import untuned_planner, write_bundle
 from routepack_tune.cli import main
-from routepack_tune.drift import _block_seconds, check, median_interval, stated_half_log, trend_interval
+from routepack_tune.drift import _block_seconds, check, median_interval, trend_interval
 from routepack_tune.planner import Planner
 from routepack_tune.steps.generator import WorkloadParams, make_step_batch
 from routepack_tune.steps.traces import save_step_batch
@@ -249,16 +248,6 @@ def test_intervals_of_median_and_trend():
     # Slopes of pairs 1, 1.5, 2, 2, 2.5, 3; Kendall's interval of 4 values holds them all.
     assert trend_interval(np.array([0.0, 1.0, 3.0, 6.0])) == (2.0, 1.0, 3.0)
     assert trend_interval(np.zeros(1)) == (0.0, 0.0, 0.0)
-
-
-def test_stated_half_widths_come_from_the_cost_model():
-    half_log = {"attention": (0.02, 0.04, 0.06), "dense": (0.01,), "alltoall": None}
-    operations = {
-        name: SimpleNamespace(operation=name, intervals=found and SimpleNamespace(half_log=found))
-        for name, found in half_log.items()
-    }
-    assert stated_half_log(SimpleNamespace(operations=operations)) == {"attention": 0.04}
-    assert stated_half_log(SimpleNamespace(operations={})) == {}
 
 
 def test_the_verb_prints_the_verdict_and_exits_by_it(job, planner, bundle, capsys):

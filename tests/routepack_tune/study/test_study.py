@@ -19,7 +19,7 @@ from strategies import make_tables
 
 from costmodels import StepTables, tables_key
 from profiler import RoutePackError
-from profiler.files import content_hash, file_hash
+from profiler.files import file_hash
 from routepack_tune import deploy, load_planner, tune
 from routepack_tune.bundle import typed_parts
 from routepack_tune.cli import main
@@ -385,19 +385,3 @@ def test_held_out_numbers_are_what_plan_gives(study_template, tmp_path):
         for score, path in zip([one for one in told if one["seed"] == seed], files[first:], strict=True):
             plan = planner.plan(path, seed=seed, previous=plan)
             assert (score["step_time_s"], score["move_s"]) == (plan.predicted.step_time_s, plan.moves.seconds)
-
-
-@pytest.mark.parametrize("params", [None, [], "fast", {"max_iterations": "many"}, {"seed": -1}])
-def test_a_damaged_bundle_is_no_warm_start(params, study, study_template, tmp_path):
-    bundle = deploy(study, tmp_path / "bundle")
-    planner = bundle / "planner.yaml"
-    document = json.loads(planner.read_text()) | {"params": params}
-    planner.write_text(json.dumps(document))
-    task, _ = _tune_task(study_template.steps, study_template.costmodel, study_template.settings(), 0)
-    with pytest.raises(RoutePackError, match="content_hash"):
-        best_setting(bundle, task)
-
-    stated = {name: value for name, value in document.items() if name != "content_hash"}
-    planner.write_text(json.dumps(stated | {"content_hash": content_hash(stated)}))
-    with pytest.raises(RoutePackError, match=r"params|max_iterations|seed"):
-        best_setting(bundle, task)
